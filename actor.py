@@ -1,0 +1,360 @@
+"""The policy and the reference: Hugging Face models under accelerate's FSDP2, on packed sequences.
+
+`Actor.score` gives log-probs without gradient, `Actor.update` takes a step's optimizer steps, `Actor.weights` streams the
+weights for vLLM. [T, V] logits never exist whole: the LM head computes log-probs and entropy in chunks.
+"""
+import inspect
+import math
+import os
+import random
+import socket
+import types
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from batch import Batch, Trajectory, collate, group_by_prompt, pack
+from loss import count_totals, policy_loss
+
+HEAD_CHUNK_ELEMENTS = 2**28  # logits that the LM head holds at once, in float32: 1 GiB
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to a parameter's name
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    path: str = ""
+    """Model: a Hugging Face folder or id."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute type of the actor and of vLLM. Master weights, gradients' reduction and optimizer are float32."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; one step of it a training step."""
+    lr_warmup_steps: int = 0
+    """Training steps of linear warm-up from 0 (the first has learning rate 0)."""
+    min_lr_ratio: float = 0.0
+    """The learning rate that cosine ends at, as a share of lr."""
+    weight_decay: float = 0.01
+    """AdamW's weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's betas."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    ppo_mini_batch_size: int = 64
+    """Prompts an optimizer step."""
+    ppo_epochs: int = 1
+    """Passes over a step's batch."""
+    shuffle: bool = False
+    """Shuffle the prompts among the mini-batches of an epoch."""
+    use_dynamic_bsz: bool = True
+    """Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by trajectories (ppo_micro_batch_size_per_gpu)."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Most tokens of a micro-batch with gradient."""
+    log_prob_max_token_len_per_gpu: int | None = None
+    """Most tokens of a micro-batch without gradient; ppo_max_token_len_per_gpu when not given."""
+    ppo_micro_batch_size_per_gpu: int = 8
+    """Trajectories of a micro-batch when use_dynamic_bsz is off."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute each layer's activations in the backward pass."""
+    reshard_after_forward: bool = True
+    """Free each layer's gathered weights after its forward (ZeRO-3); off keeps them until the backward (ZeRO-2)."""
+
+    def __post_init__(self):
+        for knob in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"):
+            if getattr(self, knob) < 1:
+                raise ValueError(f"actor.{knob}={getattr(self, knob)} must be at least 1")
+        for knob in ("lr", "grad_clip", "weight_decay", "lr_warmup_steps"):
+            if getattr(self, knob) < 0:
+                raise ValueError(f"actor.{knob}={getattr(self, knob)} must not be negative")
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    path: str | None = None
+    """Reference model; the actor's initial weights when not given."""
+    param_offload: bool = False
+    """Keep the reference's weights on the CPU between uses."""
+
+
+def lr_factor(step: int, total_steps: int, cfg: ActorConfig) -> float:
+    """Learning rate of training step `step` (from 0) as a share of cfg.lr."""
+    if step < cfg.lr_warmup_steps:
+        return step / cfg.lr_warmup_steps
+    if cfg.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min((step - cfg.lr_warmup_steps) / max(total_steps - cfg.lr_warmup_steps, 1), 1.0)
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_accelerator(cfg: ActorConfig):
+    """An Accelerator with FSDP2 active, at any number of processes, on GPUs (NCCL) and on the CPU (gloo).
+
+    accelerate ignores the FSDP plugin when no launcher set a rank, and on the CPU. Here neither passes silently.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if "RANK" not in os.environ:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    cpu = not torch.cuda.is_available()
+    plugin = make_plugin(cfg, reshard_after_forward=cfg.reshard_after_forward, activation_checkpointing=cfg.enable_gradient_checkpointing)
+    accelerator = Accelerator(cpu=cpu, fsdp_plugin=plugin, mixed_precision="bf16" if cfg.dtype == "bfloat16" else "no")
+    if cpu:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        # Every AcceleratorState() copies PartialState again, so both have to say it.
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    assert accelerator.distributed_type == DistributedType.FSDP, f"FSDP is not active: accelerate says {accelerator.distributed_type}"
+    return accelerator
+
+
+def make_plugin(cfg: ActorConfig, **kwargs):
+    """accelerate's FSDP2 plugin: one shard group a transformer layer, compute in cfg.dtype, reduction in float32."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, mixed_precision_policy=policy, **kwargs
+    )
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs):
+    """Causal attention of each packed sequence to itself. query [1, H, T, D] -> [1, T, H, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        extra = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        cu, longest = packing.cu_seqlens, packing.max_seqlen
+        return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, **extra)[None], None
+    # No varlen kernel for float32 or the CPU: one padded row a sequence, for this layer's attention only.
+    rows, columns = packing.seq_ids, packing.position_ids  # [T]
+
+    def pad(x):
+        padded = x.new_zeros(packing.num_seqs, packing.max_seqlen, *x.shape[1:])  # [S, longest, H, D]
+        return padded.index_put((rows, columns), x).transpose(1, 2)
+
+    mask = None
+    if sliding_window is not None and packing.max_seqlen > sliding_window:
+        offset = torch.arange(packing.max_seqlen, device=q.device)
+        offset = offset[:, None] - offset[None, :]
+        mask = (offset >= 0) & (offset < sliding_window)
+    out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2)[rows, columns][None], None
+
+
+def head_forward(head, hidden):
+    """Replaces lm_head.forward: log-prob and entropy of head.targets, [1, K, hidden] -> [1, K, 2] float32, in chunks of K."""
+    hidden = hidden.reshape(-1, hidden.size(-1))  # [K, hidden]
+    rows = max(1, HEAD_CHUNK_ELEMENTS // head.weight.size(0))
+    chunks = [
+        checkpoint(head_chunk, h, t, head.weight, head.bias, head.temperature, head.num_tokens, use_reentrant=False)
+        for h, t in zip(hidden.split(rows), head.targets.split(rows))
+    ]
+    return torch.cat(chunks, 1)
+
+
+def head_chunk(hidden, targets, weight, bias, temperature: float, num_tokens: int):
+    """log-prob and entropy [1, chunk, 2] of softmax(logits / temperature) over the tokenizer's num_tokens tokens."""
+    logits = F.linear(hidden, weight, bias)[:, :num_tokens].float() / temperature  # [chunk, V]
+    logsumexp = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - logsumexp
+    entropy = logsumexp - ((logits - logsumexp[:, None]).exp() * logits).sum(-1)
+    return torch.stack([logprobs, entropy], -1)[None]
+
+
+def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float):
+    """A causal LM with packed attention and the chunked log-prob head. ValueError for a model that either would get wrong."""
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    for knob in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale", "quantization_config"):
+        if getattr(config, knob, None) not in (None, 1.0):
+            raise ValueError(f"actor.path={path}: its config has {knob}, which the packed log-prob forward does not compute; use a model without it")
+    AttentionInterface.register("packed", packed_attention)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
+    head = model.get_output_embeddings()
+    if num_tokens > head.weight.size(0):
+        raise ValueError(f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {head.weight.size(0)}")
+    head.targets, head.temperature, head.num_tokens = None, temperature, num_tokens
+    head.forward = types.MethodType(head_forward, head)
+    return model
+
+
+def forward(model, batch: Batch):
+    """`(logprobs [T], entropy [T])` of a packed batch, 0 at tokens that the policy did not sample. The one place that shifts.
+
+    The head sees only the positions whose next token was sampled.
+    """
+    sampled = batch.response_mask.nonzero()[:, 0]  # [K]
+    assert len(sampled), "a micro-batch without a sampled token has nothing to compute"
+    model.get_output_embeddings().targets = batch.tokens[sampled]
+    out = model(
+        input_ids=batch.tokens[None],
+        position_ids=batch.position_ids[None],
+        attention_mask=None,
+        use_cache=False,
+        logits_to_keep=sampled - 1,
+        packing=batch,
+    ).logits[0]  # [K, 2]
+    zeros = out.new_zeros(len(batch.tokens))
+    return zeros.index_put((sampled,), out[:, 0]), zeros.index_put((sampled,), out[:, 1])
+
+
+def reshard(model) -> None:
+    """Free gathered weights. A no-grad forward leaves the last FSDP group gathered, and a step after it would not reach the next forward or sync."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def score(model, trajectories: list[Trajectory], cfg: ActorConfig, device) -> list[torch.Tensor]:
+    """Log-probs [L] of every trajectory, on every rank; each rank computes its share. No gradient."""
+    budget = (cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu) if cfg.use_dynamic_bsz else None
+    lengths = [len(t.tokens) for t in trajectories]
+    logprobs = torch.zeros(sum(lengths), device=device)  # all trajectories end to end
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    with torch.no_grad():
+        for indices in pack(lengths, dist.get_world_size(), budget, cfg.ppo_micro_batch_size_per_gpu)[dist.get_rank()]:
+            batch = collate([trajectories[i] for i in indices or [0]], device)
+            values = forward(model, batch)[0].split([lengths[i] for i in indices or [0]])
+            for i, value in zip(indices, values):
+                logprobs[starts[i] : starts[i + 1]] = value
+    reshard(model)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(logprobs)
+    return list(logprobs.cpu().split(lengths))
+
+
+class Reference:
+    """The frozen model that KL is measured against, sharded like the actor, on the CPU between uses when asked for."""
+
+    def __init__(self, cfg: RefConfig, actor_cfg: ActorConfig, accelerator, num_tokens: int, temperature: float):
+        from accelerate.utils import fsdp2_prepare_model
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        self.cfg, self.device = actor_cfg, accelerator.device
+        model = load_model(cfg.path or actor_cfg.path, getattr(torch, actor_cfg.dtype), num_tokens, temperature).eval().requires_grad_(False)
+        offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if cfg.param_offload else None
+        # The accelerator's state holds one plugin, and preparing changes the plugin: lend it this model's own.
+        state = accelerator.state
+        actors, state.fsdp_plugin = state.fsdp_plugin, make_plugin(actor_cfg, reshard_after_forward=True, cpu_offload=offload)
+        try:
+            self.model = fsdp2_prepare_model(accelerator, model)
+        finally:
+            state.fsdp_plugin = actors
+
+    def score(self, trajectories: list[Trajectory]) -> list[torch.Tensor]:
+        return score(self.model, trajectories, self.cfg, self.device)
+
+
+class Actor:
+    """The policy: fp32 master weights and AdamW, sharded over the ranks."""
+
+    def __init__(self, cfg: ActorConfig, accelerator, num_tokens: int, temperature: float):
+        self.cfg, self.accelerator, self.device = cfg, accelerator, accelerator.device
+        model = load_model(cfg.path, torch.float32, num_tokens, temperature)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, fused=self.device.type == "cuda")
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.model.train()
+        self.version = 0  # training steps done
+
+    def score(self, trajectories: list[Trajectory]) -> list[torch.Tensor]:
+        """Log-probs [L] of every trajectory under the current weights."""
+        return score(self.model, trajectories, self.cfg, self.device)
+
+    def update(self, trajectories: list[Trajectory], loss_cfg, step: int, total_steps: int, seed: int) -> dict[str, float]:
+        """ppo_epochs passes over the step's mini-batches, one optimizer step each; then one learning-rate step. Returns metrics."""
+        lr = self.cfg.lr * lr_factor(step, total_steps, self.cfg)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        sums: dict[str, list] = {}  # metric -> [sum, count], over micro-batches
+        norms, skipped = [], 0
+        for mini_batch in self.mini_batches(trajectories, f"{seed}/{step}"):
+            totals = count_totals(mini_batch)
+            for batch in self.micro_batches(mini_batch):
+                logprobs, entropy = forward(self.model, batch)
+                loss, metrics = policy_loss(batch, logprobs, entropy, loss_cfg, totals)
+                self.accelerator.backward(loss * dist.get_world_size())  # FSDP averages gradients over the ranks
+                for name, (value, count) in metrics.items():
+                    old = sums.get(name, (0.0, 0.0))
+                    sums[name] = (old[0] + value.double(), old[1] + count.double())
+            norm = self.optimizer_step()
+            norms.append(norm)
+            skipped += not math.isfinite(norm)
+        self.version = step + 1
+        finite = [n for n in norms if math.isfinite(n)]
+        return reduce_sums(sums) | {
+            "actor/grad_norm": sum(finite) / max(len(finite), 1),
+            "actor/skipped_steps": skipped,
+            "actor/num_updates": len(norms),
+            "actor/lr": lr,
+        }
+
+    def mini_batches(self, trajectories: list[Trajectory], seed: str):
+        """Trajectories of ppo_mini_batch_size prompts at a time, ppo_epochs times."""
+        groups = group_by_prompt(trajectories)
+        for epoch in range(self.cfg.ppo_epochs):
+            if self.cfg.shuffle:
+                groups = random.Random(f"{seed}/{epoch}").sample(groups, len(groups))
+            for i in range(0, len(groups), self.cfg.ppo_mini_batch_size):
+                yield [t for group in groups[i : i + self.cfg.ppo_mini_batch_size] for t in group]
+
+    def micro_batches(self, mini_batch: list[Trajectory]):
+        """This rank's packed batches of a mini-batch. A rank with nothing left runs a forward that adds 0, since FSDP needs every rank."""
+        budget = self.cfg.ppo_max_token_len_per_gpu if self.cfg.use_dynamic_bsz else None
+        plan = pack([len(t.tokens) for t in mini_batch], dist.get_world_size(), budget, self.cfg.ppo_micro_batch_size_per_gpu)
+        for indices in plan[dist.get_rank()]:
+            batch = collate([mini_batch[i] for i in indices or [0]], self.device)
+            if not indices:
+                batch.loss_mask = torch.zeros_like(batch.loss_mask)
+            yield batch
+
+    def optimizer_step(self) -> float:
+        """Clip, step, and clear the gradients; a gradient that is not finite changes nothing. Returns its norm."""
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def weights(self, dtype: torch.dtype):
+        """Every parameter as (Hugging Face name, whole tensor in dtype), one at a time: a collective, all ranks in the same order.
+
+        Tied weights come once. Never a second copy of the model.
+        """
+        from torch.distributed.tensor import DTensor
+
+        reshard(self.model)
+        for name, parameter in self.model.named_parameters():
+            for wrapper in WRAPPERS:
+                name = name.replace(wrapper, "")
+            tensor = parameter.detach().to(dtype)  # the shard, before the gather: half the bytes
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reduce_sums(sums: dict[str, list]) -> dict[str, float]:
+    """Mean of each metric over all micro-batches of all ranks, from its sums and counts."""
+    if not sums:
+        return {}
+    table = torch.stack([torch.stack([torch.as_tensor(x) for x in pair]) for pair in sums.values()])  # [metrics, 2]
+    if dist.get_world_size() > 1:
+        dist.all_reduce(table)
+    return {name: float(total / count) for name, (total, count) in zip(sums, table.tolist()) if count}
+

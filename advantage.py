@@ -1,0 +1,174 @@
+"""Advantage estimators, KL in the reward, and what they say about a step. Pure functions, no collectives.
+
+An estimator maps token-level rewards to advantages, `(scores [P, G, T], mask [P, G, T], cfg) -> [P, G, T]`, in float64.
+The group is a dimension. A session whose mask is empty was not scored: it takes part in no statistic. To add one, write
+the function and put it into ESTIMATORS.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from batch import Trajectory, group_by_prompt
+from loss import KL_ESTIMATORS, kl_divergence
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = "grpo"
+    """Advantage estimator, a key of ESTIMATORS: grpo, rloo, opo, gpg."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation (GRPO); off for Dr. GRPO."""
+    use_kl_in_reward: bool = False
+    """Subtract kl_coef * KL(old, ref) from each token's reward. Needs the reference model."""
+    kl_penalty: str = "k1"
+    """Estimator of the KL in the reward: k1, k2, k3 (= low_var_kl), abs."""
+    kl_coef: float = 0.001
+    """Weight of the KL in the reward (the initial one when kl_ctrl_type is adaptive)."""
+    kl_ctrl_type: str = "fixed"
+    """fixed, or adaptive: steer kl_coef so that the KL stays near target_kl (Ziegler et al. 2019, arXiv:1909.08593)."""
+    target_kl: float = 0.1
+    """KL that the adaptive controller steers to, in nats a token."""
+    horizon: int = 10_000
+    """Trajectories over which the adaptive controller acts: larger is slower."""
+
+    def __post_init__(self):
+        if self.kl_penalty.removesuffix("+") not in KL_ESTIMATORS:
+            raise ValueError(f"algorithm.kl_penalty={self.kl_penalty} is not known; known: {', '.join(KL_ESTIMATORS)}")
+        if self.kl_ctrl_type not in ("fixed", "adaptive"):
+            raise ValueError(f"algorithm.kl_ctrl_type={self.kl_ctrl_type} is not known; known: fixed, adaptive")
+        if self.horizon < 1 or self.target_kl <= 0:
+            raise ValueError(f"algorithm.horizon={self.horizon} and algorithm.target_kl={self.target_kl} must be positive")
+
+
+def grpo(scores, mask, cfg):
+    """(s - mean) / (std + 1e-6) in the group, std unbiased (Shao et al. 2024, arXiv:2402.03300); Dr. GRPO without the division (arXiv:2503.20783)."""
+    s, valid, n = session_scores(scores, mask)
+    mean = torch.where(n > 1, s.sum(1, keepdim=True) / n.clamp(min=1), 0.0)  # [P, 1]
+    centred = torch.where(valid, s - mean, 0.0)  # [P, G]
+    if not cfg.norm_adv_by_std_in_grpo:
+        return spread(centred, mask)
+    std = torch.where(n > 1, (centred.square().sum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt(), 1.0)  # [P, 1]
+    return spread(centred / (std + 1e-6), mask)
+
+
+def rloo(scores, mask, cfg):
+    """s minus the mean of the others in the group (Ahmadian et al. 2024, arXiv:2402.14740)."""
+    s, valid, n = session_scores(scores, mask)
+    others = (s.sum(1, keepdim=True) - s) / (n - 1).clamp(min=1)  # [P, G]
+    return spread(torch.where(n > 1, s - others, s), mask)
+
+
+def opo(scores, mask, cfg):
+    """s minus the group's mean weighted by response length, the variance-optimal baseline (Hao et al. 2025, arXiv:2505.23585)."""
+    s, valid, n = session_scores(scores, mask)
+    length = mask.sum(-1)  # [P, G]
+    baseline = (s * length).sum(1, keepdim=True) / length.sum(1, keepdim=True).clamp(min=1)  # [P, 1]
+    return spread(torch.where(n > 1, s - baseline, s), mask)
+
+
+def gpg(scores, mask, cfg):
+    """alpha * (s - mean), alpha = rows / rows with a nonzero score over the batch (Chu et al. 2025, arXiv:2504.02546)."""
+    s, valid, n = session_scores(scores, mask)
+    alpha = valid.sum() / ((s != 0) & valid).sum().clamp(min=1)
+    mean = torch.where(n > 1, s.sum(1, keepdim=True) / n.clamp(min=1), 0.0)  # [P, 1]
+    return spread(alpha * (s - mean), mask)
+
+
+def session_scores(scores, mask):
+    """`(s [P, G], valid [P, G], n [P, 1])`: each session's summed reward (0 where unscored), which are scored, how many a group."""
+    valid = mask.any(-1)
+    return torch.where(mask, scores, 0.0).sum(-1), valid, valid.sum(1, keepdim=True)
+
+
+def spread(values, mask):
+    """A value a session [P, G] onto its sampled tokens [P, G, T]."""
+    return torch.where(mask, values.unsqueeze(-1), 0.0)
+
+
+def set_loss_mask(trajectories: list[Trajectory]) -> None:
+    """The one effective mask: sampled tokens, of trajectories that have a score. What leaves it leaves loss, denominators and baselines alike."""
+    for trajectory in trajectories:
+        scored = trajectory.score == trajectory.score
+        trajectory.loss_mask = torch.tensor(trajectory.response_mask, dtype=torch.bool) & scored  # [L]
+
+
+def set_token_level_rewards(trajectories: list[Trajectory], cfg: AlgorithmConfig, kl_coef: float) -> dict[str, float]:
+    """The score on each trajectory's last sampled token, less kl_coef * KL(old, ref) on every sampled token when asked for."""
+    kl_means = []
+    for trajectory in trajectories:
+        mask = trajectory.loss_mask  # [L]
+        rewards = torch.zeros(len(mask), dtype=torch.float64)  # [L]
+        if mask.any():
+            rewards[mask.nonzero()[-1]] = trajectory.score
+            if cfg.use_kl_in_reward:
+                kl = kl_divergence(trajectory.old_logprobs, trajectory.ref_logprobs, cfg.kl_penalty)  # [L]
+                rewards -= kl_coef * torch.where(mask, kl, 0.0)
+                kl_means.append(float(kl[mask].mean()))
+        trajectory.token_level_rewards = rewards
+    if not cfg.use_kl_in_reward:
+        return {}
+    return {"reward/kl": sum(kl_means) / max(len(kl_means), 1), "reward/kl_coef": kl_coef}
+
+
+def update_kl_coef(kl_coef: float, kl: float, num_trajectories: int, cfg: AlgorithmConfig) -> float:
+    """The next step's kl_coef: one step of the adaptive controller, or the same."""
+    if cfg.kl_ctrl_type == "fixed":
+        return kl_coef
+    error = min(max(kl / cfg.target_kl - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * num_trajectories / cfg.horizon)
+
+
+def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> dict[str, float]:
+    """Fill `advantages` [L] of every trajectory; return the step's advantage metrics.
+
+    Of several outputs of a session, the one with the largest index stands for the session in its group, and its
+    advantage goes to all of them, each on its own mask. A group whose scores are all equal gets exactly 0.
+    """
+    groups = group_by_prompt(trajectories)
+    finals = [list({t.session_id: t for t in sorted(g, key=lambda t: t.index)}.values()) for g in groups]  # [P][<= G]
+    width = max(len(t.tokens) - t.prompt_length for g in finals for t in g)
+    shape = (len(finals), max(len(g) for g in finals), max(width, 1))  # P, G, T: columns from the first sampled token on
+    scores, mask = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+    for p, group in enumerate(finals):
+        for g, t in enumerate(group):
+            n = len(t.tokens) - t.prompt_length
+            scores[p, g, :n], mask[p, g, :n] = t.token_level_rewards[t.prompt_length :], t.loss_mask[t.prompt_length :]
+    advantages = ESTIMATORS[cfg.adv_estimator](scores, mask, cfg)  # [P, G, T]
+    # Rounding must not invent a signal: fifteen rewards of 0.9 have a mean that is not quite 0.9.
+    equal = equal_groups(scores, mask)  # [P]
+    if cfg.adv_estimator in GROUP_ESTIMATORS:
+        advantages[equal] = 0.0
+    for p, group in enumerate(finals):
+        of_session = {t.session_id: (t, advantages[p, g]) for g, t in enumerate(group)}
+        for t in groups[p]:
+            final, row = of_session[t.session_id]  # row [T]
+            t.advantages = torch.zeros(len(t.tokens))  # [L]
+            if t is final:
+                t.advantages[t.prompt_length :] = row[: len(t.tokens) - t.prompt_length].float()
+            elif final.loss_mask.any():
+                whole = row[int(final.loss_mask.nonzero()[0]) - final.prompt_length]  # the session's: return from its start
+                t.advantages[t.loss_mask] = float(whole)
+    return advantage_metrics(advantages, scores, mask, equal)
+
+
+def equal_groups(scores, mask):
+    """[P] bool: two or more scored sessions, all with the same score: nothing to learn from."""
+    s, valid, n = session_scores(scores, mask)
+    inf = torch.tensor(float("inf"), dtype=s.dtype)
+    largest, smallest = torch.where(valid, s, -inf).amax(1), torch.where(valid, s, inf).amin(1)  # [P]
+    return (n.squeeze(1) > 1) & (largest == smallest)
+
+
+def advantage_metrics(advantages, scores, mask, equal) -> dict[str, float]:
+    """Over sampled tokens, in verl's names; and the share of groups that taught nothing."""
+    values = advantages[mask]
+    s, valid, _ = session_scores(scores, mask)
+    solved = (torch.where(valid, s, 0.0).sum(1) > 0) & equal
+    metrics = {"reward/frac_zero_std": equal.double().mean(), "reward/frac_zero_std_positive": solved.double().mean()}
+    if values.numel():
+        metrics |= {"critic/advantages/mean": values.mean(), "critic/advantages/max": values.max(), "critic/advantages/min": values.min()}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+ESTIMATORS = {"grpo": grpo, "rloo": rloo, "opo": opo, "gpg": gpg}
+GROUP_ESTIMATORS = {"grpo", "rloo", "opo", "gpg"}  # those with a baseline from the group: they need n > 1

@@ -1,0 +1,197 @@
+"""The nouns of a step, Task -> Trajectory -> Batch, and the three ways to move them: gather, pack, collate.
+
+Letters, the same in every file: P prompts · G sessions a prompt · L tokens of a trajectory · T tokens of a packed batch
+(or the padded length in [P, G, T]) · S sequences in a batch · V vocabulary. Index t is about token t everywhere: the
+log-prob at t is that of token t.
+"""
+import heapq
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Task:
+    """A dataset row: what the policy is asked, and what its answer is judged by."""
+
+    messages: list[dict] | str  # chat messages, or a text that is used as it is
+    data_source: str
+    ground_truth: Any
+    extra_info: dict = field(default_factory=dict)
+    agent_name: str | None = None
+    index: int = 0  # row number in its split
+
+
+@dataclass
+class Trajectory:
+    """One append-only sequence: exactly the tokens that the policy saw and sampled.
+
+    Example: the prompt "2+3=", a sampled call of a tool, its result, and the sampled answer with its end-of-turn:
+
+        tokens            2    +    3    =  call  [5]    5  eos
+        response_mask     0    0    0    0     1    0    1    1
+        rollout_logprobs  0    0    0    0  -0.2    0 -0.1 -0.0
+        advantages        0    0    0    0   0.7    0  0.7  0.7
+    """
+
+    task: Task
+    uid: str = ""  # of the prompt in this step
+    session_id: int = 0
+    index: int = 0  # of this output in its session
+    tokens: list[int] = field(default_factory=list)  # [L]
+    response_mask: list[int] = field(default_factory=list)  # [L] 1 where the policy sampled the token
+    rollout_logprobs: list[float] = field(default_factory=list)  # [L] vLLM's, of logits / temperature
+    finish_reason: str = ""  # vLLM's, of the last turn: stop | length
+    weight_version: int = -1  # optimizer state that sampled it: the number of training steps done
+    num_turns: int = 0
+    response: str = ""  # the response as text, without special tokens
+    score: float = float("nan")  # NaN: could not be scored; not the same as 0
+    score_parts: dict[str, float] = field(default_factory=dict)
+    error: str | None = None  # traceback of the reward that failed
+    loss_mask: torch.Tensor | None = None  # [L] bool, response_mask less what is left out of the loss
+    token_level_rewards: torch.Tensor | None = None  # [L] the score at the last sampled token, less KL when asked for
+    advantages: torch.Tensor | None = None  # [L]
+    old_logprobs: torch.Tensor | None = None  # [L] the actor's, before this step's updates
+    ref_logprobs: torch.Tensor | None = None  # [L] the reference's
+
+    def observe(self, tokens: list[int]) -> None:
+        """Append tokens that the policy reads: prompts, tool results, separators."""
+        self._append(tokens, 0, [0.0] * len(tokens))
+
+    def act(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Append tokens that the policy sampled in one turn, with the log-probs it sampled them at."""
+        assert len(tokens) == len(logprobs), f"{len(tokens)} tokens came with {len(logprobs)} log-probs"
+        self._append(tokens, 1, logprobs)
+        self.num_turns += 1
+
+    def _append(self, tokens, mask, logprobs):
+        self.tokens.extend(tokens)
+        self.response_mask.extend([mask] * len(tokens))
+        self.rollout_logprobs.extend(logprobs)
+
+    @property
+    def key(self) -> str:
+        return f"{self.uid}_{self.session_id}_{self.index}"
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first sampled one."""
+        return self.response_mask.index(1) if 1 in self.response_mask else len(self.tokens)
+
+    @property
+    def response_length(self) -> int:
+        return sum(self.response_mask)
+
+
+@dataclass
+class Batch:
+    """Trajectories end to end in one row for one forward, each attending only to itself; never padded."""
+
+    tokens: torch.Tensor  # [T] int64
+    position_ids: torch.Tensor  # [T] int64, from 0 at every sequence
+    seq_ids: torch.Tensor  # [T] int64, 0..S-1
+    cu_seqlens: torch.Tensor  # [S+1] int32, where each sequence starts, and T
+    max_seqlen: int
+    response_mask: torch.Tensor  # [T] bool
+    loss_mask: torch.Tensor  # [T] bool
+    rollout_logprobs: torch.Tensor  # [T] float32, as are the next three
+    old_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor | None
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+
+def prompt_uid(*key) -> str:
+    """UUID of a prompt in a step, from what names it (run seed, step, place): the same after a restart, another one in every other step."""
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, repr(key)))
+
+
+def rank_share(items: list) -> tuple[int, list]:
+    """This rank's contiguous part of `items`, and where it starts: parts in rank order are the whole, in order."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    first = rank * len(items) // world_size
+    return first, items[first : (rank + 1) * len(items) // world_size]
+
+
+def gather(items: list) -> list:
+    """Every rank's list, end to end in rank order, on every rank. With `rank_share` this is submission order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return items
+    shares = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, items)
+    return [item for share in shares for item in share]
+
+
+def group_by_prompt(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """Trajectories of one uid together, both in order of first appearance."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.uid, []).append(trajectory)
+    return list(groups.values())
+
+
+def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: int | None = None) -> list[list[list[int]]]:
+    """Spread sequences over ranks and micro-batches: `[rank][micro-batch] -> indices`.
+
+    Every rank gets the same number of micro-batches, of at most max_tokens tokens (longest first into the emptiest, so
+    that they take equally long), or of max_rows sequences when max_tokens is None. Some may be empty.
+    ValueError when one sequence is longer than max_tokens.
+    """
+    if max_tokens is None:
+        num_bins = num_ranks * max(1, -(-len(lengths) // (max_rows * num_ranks)))
+        bins = [list(range(i, len(lengths), num_bins)) for i in range(num_bins)]
+    else:
+        if lengths and max(lengths) > max_tokens:
+            raise ValueError(f"a trajectory has {max(lengths)} tokens, more than the {max_tokens} that a micro-batch may hold (actor.ppo_max_token_len_per_gpu)")
+        rounds = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
+        while (bins := _fill_bins(lengths, rounds * num_ranks, max_tokens)) is None:
+            rounds += 1
+    bins.sort(key=lambda indices: -sum(lengths[i] for i in indices))
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for i, indices in enumerate(bins):  # deal largest first, back and forth: 0 1 2 2 1 0 0 1 2 ...
+        lap, seat = divmod(i, num_ranks)
+        ranks[seat if lap % 2 == 0 else num_ranks - 1 - seat].append(indices)
+    return ranks
+
+
+def _fill_bins(lengths, num_bins, max_tokens):
+    heap = [(0, i) for i in range(num_bins)]  # (tokens in it, bin)
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        tokens, emptiest = heapq.heappop(heap)
+        if tokens + lengths[i] > max_tokens:
+            return None
+        bins[emptiest].append(i)
+        heapq.heappush(heap, (tokens + lengths[i], emptiest))
+    return bins
+
+
+def collate(trajectories: list[Trajectory], device: torch.device | str = "cpu") -> Batch:
+    """Pack trajectories end to end. A field that any of them lacks is None in the batch, except loss_mask."""
+    lengths = torch.tensor([len(t.tokens) for t in trajectories])  # [S]
+    seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [T]
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])  # [S+1]
+    position_ids = torch.arange(len(seq_ids)) - cu_seqlens[seq_ids]  # [T]
+    response_mask = torch.tensor([m for t in trajectories for m in t.response_mask], dtype=torch.bool)  # [T]
+    loss_mask = response_mask if any(t.loss_mask is None for t in trajectories) else torch.cat([t.loss_mask for t in trajectories])
+    floats = {}
+    for name in ("old_logprobs", "ref_logprobs", "advantages"):
+        values = [getattr(t, name) for t in trajectories]
+        floats[name] = None if any(v is None for v in values) else torch.cat(values).float().to(device)  # [T]
+    return Batch(
+        tokens=torch.tensor([x for t in trajectories for x in t.tokens], dtype=torch.int64).to(device),
+        position_ids=position_ids.to(device),
+        seq_ids=seq_ids.to(device),
+        cu_seqlens=cu_seqlens.to(torch.int32).to(device),
+        max_seqlen=int(lengths.max()),
+        response_mask=response_mask.to(device),
+        loss_mask=loss_mask.to(device),
+        rollout_logprobs=torch.tensor([x for t in trajectories for x in t.rollout_logprobs], dtype=torch.float32).to(device),
+        **floats,
+    )

@@ -1,0 +1,92 @@
+"""Save and resume a run, and export its weights as a Hugging Face folder.
+
+A checkpoint is written to a temporary folder and renamed, and `latest` is written last: a kill at any moment leaves the
+last complete one usable.
+"""
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    save_freq: int = -1
+    """Steps between checkpoints; -1 saves only at the end, 0 never."""
+    max_ckpt_to_keep: int = 2
+    """Checkpoints to leave on disk, the newest."""
+    resume: str = "auto"
+    """auto: go on from the run's newest checkpoint, if there is one; never: start afresh; or the folder of a checkpoint."""
+    export_hf: bool = True
+    """At the end, also write the weights as a Hugging Face folder (RUN/hf)."""
+
+    def __post_init__(self):
+        if self.max_ckpt_to_keep < 1 or self.save_freq < -1:
+            raise ValueError(f"checkpoint.max_ckpt_to_keep={self.max_ckpt_to_keep} must be at least 1 and checkpoint.save_freq={self.save_freq} at least -1")
+
+
+def is_due(step: int, total_steps: int, freq: int) -> bool:
+    """Whether to save after `step` steps."""
+    return freq != 0 and (step == total_steps or (freq > 0 and step % freq == 0))
+
+
+def find(cfg: CheckpointConfig, run_dir: Path) -> Path | None:
+    """The checkpoint to go on from, or None. ValueError when a named one is not there."""
+    if cfg.resume == "never":
+        return None
+    if cfg.resume != "auto":
+        if not (Path(cfg.resume) / "state.json").exists():
+            raise ValueError(f"checkpoint.resume={cfg.resume} is neither auto, never, nor the folder of a checkpoint")
+        return Path(cfg.resume)
+    latest = run_dir / "checkpoints" / "latest"
+    return latest.parent / latest.read_text().strip() if latest.exists() else None
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """Steps done in a checkpoint."""
+    return json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
+
+
+def save(cfg: CheckpointConfig, run_dir: Path, step: int, actor, state: dict) -> Path:
+    """Write weights, optimizer and every rank's RNG (through accelerate), and `state`, after `step` steps. A collective."""
+    folder = run_dir / "checkpoints"
+    final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (final, temporary):
+            shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+    actor.accelerator.save_state(str(temporary))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (temporary / "state.json").write_text(json.dumps({"step": step, **state}))
+        os.rename(temporary, final)
+        marker = folder / ".latest"
+        marker.write_text(final.name)
+        os.replace(marker, folder / "latest")
+        for old in sorted(folder.glob("step-*"))[: -cfg.max_ckpt_to_keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def load(folder: Path, actor) -> dict:
+    """Restore what `save` wrote into actor and RNGs; returns the state."""
+    state = json.loads((folder / "state.json").read_text())
+    actor.accelerator.load_state(str(folder))
+    actor.version = state["step"]
+    return state
+
+
+def export(folder: Path, actor, tokenizer, dtype) -> None:
+    """Write the weights in dtype, with configuration and tokenizer, as a folder that from_pretrained and vLLM load. A collective."""
+    weights = actor.accelerator.get_state_dict(actor.model)
+    if dist.get_rank() == 0:
+        model = actor.accelerator.unwrap_model(actor.model)
+        model.config.dtype = dtype
+        model.save_pretrained(folder, state_dict={name: tensor.to(dtype) for name, tensor in weights.items()})
+        tokenizer.save_pretrained(folder)
+    dist.barrier()

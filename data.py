@@ -1,0 +1,216 @@
+"""Rows of a dataset to Tasks, their prompts to token ids, and an order that a checkpoint can resume.
+
+Two row shapes load unchanged: verl's (`prompt` as messages, `data_source`, `reward_model.ground_truth`, `extra_info`, maybe
+`agent_name`) and TRL's (`prompt` as text or messages, beside `ground_truth`, `answer` or `solution`). Other columns go to
+`extra_info`. To read another kind of file, add a reader to READERS.
+"""
+import glob
+import json
+import os
+import random
+import reprlib
+from dataclasses import dataclass
+from typing import Iterator, Literal
+
+from batch import Task
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: tuple[str, ...] = ()
+    """Rows to train on: JSONL or Parquet files (globs too), or Hugging Face datasets as `id`, `id:config` or
+    `id:config:split`, the split being `train` when left out: `openai/gsm8k:main:test`, `org/set::test`."""
+    val_files: tuple[str, ...] = ()
+    """Rows to validate on, named as in train_files."""
+    train_batch_size: int = 64
+    """Prompts a step (B); each is sampled rollout.n times."""
+    max_prompt_length: int = 512
+    """Tokens that a prompt may have, chat template and generation prompt included."""
+    max_response_length: int = 512
+    """Tokens that a response may have, tool results included."""
+    filter_overlong_prompts: bool = True
+    """Drop rows whose prompt is longer than max_prompt_length before the first step, and say how many."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """For an over-long prompt that reaches the rollout: error stops, left keeps its end, right its start, middle both ends."""
+    shuffle: bool = True
+    """Reshuffle the training rows every epoch; the order depends on the seed and the epoch alone."""
+    train_max_samples: int = -1
+    """Train on the first so many rows; -1 is all."""
+    val_max_samples: int = -1
+    """Validate on the first so many rows; -1 is all."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt."""
+    default_data_source: str | None = None
+    """data_source of rows that have no such column, as TRL's. Not set: the dataset id or file name in train_files."""
+
+    def __post_init__(self):
+        for name in ("train_batch_size", "max_prompt_length", "max_response_length", "train_max_samples", "val_max_samples"):
+            value, may_be_all = getattr(self, name), name.endswith("samples")
+            if value < 1 and not (may_be_all and value == -1):
+                raise ValueError(f"data.{name}={value} must be at least 1" + ", or -1 for all rows" * may_be_all)
+        if self.truncation not in ("error", "left", "right", "middle"):
+            raise ValueError(f"data.truncation={self.truncation!r} must be error, left, right or middle")
+
+
+def load_tasks(files: tuple[str, ...], cfg: DataConfig, max_samples: int = -1, knob: str = "data.train_files") -> list[Task]:
+    """The first max_samples rows (-1: all) of the files that `knob` names. ValueError says what is wrong, and in which row."""
+    tasks = []
+    for source in files:
+        for where, row in read_rows(source, knob):
+            tasks.append(task_from_row(row, f"{knob}: {where}", len(tasks), cfg.default_data_source or source.partition(":")[0], cfg))
+            if len(tasks) == max_samples:
+                return tasks
+    if not tasks:
+        raise ValueError(f"{knob}={list(files)} has no rows: name JSONL or Parquet files with some, or a Hugging Face dataset id")
+    return tasks
+
+
+def read_rows(source: str, knob: str) -> Iterator[tuple[str, dict]]:
+    """Every row of a file, a glob or a Hugging Face dataset, each with the place it stands at."""
+    read = READERS.get(os.path.splitext(source)[1])
+    paths = [source] if os.path.isfile(source) or read is None else sorted(glob.glob(source, recursive=True))
+    if not paths:
+        raise FileNotFoundError(f"{knob}: there is no file {source!r} (looked from {os.getcwd()})")
+    for path in paths:
+        yield from (read or read_hub)(path, knob)
+
+
+def read_jsonl(path: str, knob: str) -> Iterator[tuple[str, dict]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is {reprlib.repr(row)}")
+            except ValueError as e:  # also when it is not UTF-8
+                raise ValueError(f"{knob}: {path} line {number} is not a JSON object: {e}") from e
+            yield f"{path} line {number}", row
+
+
+def read_parquet(path: str, knob: str) -> Iterator[tuple[str, dict]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        rows = (row for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield f"{path} row {number}", row
+    except ArrowException as e:
+        raise ValueError(f"{knob}: {path} is not readable as Parquet: {e}") from e
+
+
+def read_hub(source: str, knob: str) -> Iterator[tuple[str, dict]]:
+    """Rows of a Hugging Face dataset `id[:config[:split]]`, or of a folder in the id's place."""
+    import datasets
+
+    name, config, split, *_ = *source.split(":", 2), "", ""
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split or "train")
+    except Exception as e:
+        cause = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0]
+        raise ValueError(f"{knob}: {source!r} is no {' '.join(READERS)} file, nor loads as a Hugging Face dataset id:config:split: {cause}") from e
+    yield from ((f"{source} row {number}", row) for number, row in enumerate(rows))
+
+
+READERS = {".jsonl": read_jsonl, ".json": read_jsonl, ".parquet": read_parquet}
+
+
+def task_from_row(row: dict, where: str, index: int, data_source: str, cfg: DataConfig) -> Task:
+    """A row in verl's or TRL's shape as a Task; ValueError when it has neither."""
+    columns = f"; its columns are: {', '.join(row)}"
+    if cfg.prompt_key not in row:
+        raise ValueError(f"{where} has no column {cfg.prompt_key!r}: set data.prompt_key to the one that holds the prompt{columns}")
+    prompt = without_none(row.pop(cfg.prompt_key))
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_chat):
+        raise ValueError(f"{where}: {cfg.prompt_key!r} must be a text or a list of messages with role and content, not {reprlib.repr(prompt)}")
+    judged_by = row.pop("reward_model", None)
+    if not isinstance(judged_by, dict) or judged_by.get("ground_truth") is None:  # not verl's shape
+        name = next((n for n in ("ground_truth", "answer", "solution") if row.get(n) is not None), None)
+        if name is None:
+            raise ValueError(f"{where} has no ground truth: it needs reward_model.ground_truth (verl's) or ground_truth, answer or solution (TRL's){columns}")
+        judged_by = {"ground_truth": row.pop(name)}
+    data_source, agent_name = row.pop("data_source", None) or data_source, row.pop("agent_name", None)
+    extra_info = row.pop("extra_info", None) or {}
+    extra_info = extra_info if isinstance(extra_info, dict) else {"extra_info": extra_info}
+    return Task(prompt, data_source, judged_by["ground_truth"], {**row, **extra_info}, agent_name, index)
+
+
+def without_none(value):
+    """Parquet gives every message the keys of all of them; a template asks whether a key is there."""
+    if isinstance(value, dict):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, list) else value
+
+
+def prompt_text(messages: list[dict] | str, tokenizer, tools: list | None = None) -> str:
+    """A text as it is; messages through the chat template, up to where the assistant begins to speak."""
+    if isinstance(messages, str):
+        return messages
+    if not tokenizer.chat_template:
+        raise ValueError(f"a prompt is chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat template: use text prompts or another model")
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+
+
+def render(messages: list[dict] | str, tokenizer, tools: list | None = None) -> list[int]:
+    """Token ids [L] of a prompt. A text gets the tokenizer's special tokens (BOS); a template writes its own."""
+    return tokenizer.encode(prompt_text(messages, tokenizer, tools), add_special_tokens=isinstance(messages, str))
+
+
+def fit(tokens: list[int], cfg: DataConfig, task: Task) -> list[int]:
+    """Prompt tokens [L] as they are when within cfg.max_prompt_length, else cut as cfg.truncation says."""
+    limit = cfg.max_prompt_length
+    if len(tokens) <= limit:
+        return tokens
+    if cfg.truncation == "error":
+        raise ValueError(f"the prompt of row {task.index} has {len(tokens)} tokens, more than data.max_prompt_length={limit}: raise it, or set data.truncation")
+    head = {"left": 0, "right": limit, "middle": limit // 2}[cfg.truncation]  # tokens kept of its start
+    return tokens[:head] + tokens[len(tokens) - (limit - head) :]
+
+
+def filter_overlong(tasks: list[Task], tokenizer, cfg: DataConfig, tools: list | None = None) -> list[Task]:
+    """Tasks that `render` to at most cfg.max_prompt_length tokens, when cfg.filter_overlong_prompts; rank 0 prints how many were dropped."""
+    if not cfg.filter_overlong_prompts:
+        return tasks
+    texts = {True: [], False: []}  # is it a text prompt?
+    for task in tasks:
+        try:
+            texts[isinstance(task.messages, str)].append(prompt_text(task.messages, tokenizer, tools))
+        except Exception as e:
+            raise ValueError(f"the prompt of row {task.index} can't be rendered: {type(e).__name__}: {e}") from e
+    ids = {is_text: iter(tokenizer(t, add_special_tokens=is_text)["input_ids"] if t else []) for is_text, t in texts.items()}
+    kept = [task for task in tasks if len(next(ids[isinstance(task.messages, str)])) <= cfg.max_prompt_length]
+    if not kept:
+        raise ValueError(f"all {len(tasks)} prompts are longer than data.max_prompt_length={cfg.max_prompt_length}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"dropped {len(tasks) - len(kept)} of {len(tasks)} rows: longer than data.max_prompt_length={cfg.max_prompt_length}")
+    return kept
+
+
+class TaskStream:
+    """Endless batches of cfg.train_batch_size tasks, epoch after epoch; what is left over of an epoch is dropped."""
+
+    def __init__(self, tasks: list[Task], cfg: DataConfig, seed: int):
+        if len(tasks) < cfg.train_batch_size:
+            raise ValueError(f"the dataset has {len(tasks)} rows, fewer than data.train_batch_size={cfg.train_batch_size}")
+        self.tasks, self.cfg, self.seed = tasks, cfg, seed
+        self.steps_per_epoch = len(tasks) // cfg.train_batch_size
+        self.load_state_dict({"epoch": 0, "position": 0})
+
+    def next_batch(self) -> list[Task]:
+        if self.position + self.cfg.train_batch_size > len(self.tasks):
+            self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
+        start, self.position = self.position, self.position + self.cfg.train_batch_size
+        return [self.tasks[i] for i in self.order[start : self.position]]
+
+    def state_dict(self) -> dict:
+        return {"epoch": self.epoch, "position": self.position}  # position: rows of the epoch that were handed out
+
+    def load_state_dict(self, state: dict) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+        if self.position > len(self.tasks):
+            raise ValueError(f"the checkpoint is {self.position} rows into an epoch, and data.train_files has {len(self.tasks)}: resume with the same files")
+        self.order = list(range(len(self.tasks)))
+        if self.cfg.shuffle:  # a function of (seed, epoch) alone
+            random.Random(f"{self.seed}/{self.epoch}").shuffle(self.order)

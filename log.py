@@ -1,0 +1,203 @@
+"""Where a run leaves its traces: metrics.jsonl, one console line a step, wandb, the rollouts, and the time and memory of each phase."""
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from batch import Trajectory
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    project_name: str = "lockstep"
+    """Project, for wandb."""
+    experiment_name: str = "run"
+    """Name of the run, and of its folder."""
+    default_local_dir: str = "runs"
+    """Folder that runs are put into."""
+    logger: tuple[Literal["console", "wandb"], ...] = ("console",)
+    """Where metrics go besides metrics.jsonl: console, wandb."""
+    rollout_dump_freq: int = 1
+    """Steps between dumps of the rollouts to rollouts/STEP.jsonl; 0 for none. Validations are always dumped."""
+
+
+class Logger:
+    """Rank 0 writes; the other ranks time themselves and stay silent."""
+
+    def __init__(self, cfg: LogConfig, run_dir: Path, rank: int, first_step: int, total_steps: int, settings: dict, wandb_id: str | None = None):
+        self.cfg, self.run_dir, self.rank, self.total_steps = cfg, run_dir, rank, total_steps
+        self.metrics: dict[str, float] = {}
+        self.seconds, self.steps_timed, self.started = 0.0, 0, time.perf_counter()
+        self.first_val, self.last_val, self.memory = {}, {}, {}
+        self.wandb = self.bar = None
+        if rank == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            keep_lines_before(run_dir / "metrics.jsonl", first_step)
+            if "console" in cfg.logger and sys.stderr.isatty():
+                from tqdm import tqdm
+
+                self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
+            if "wandb" in cfg.logger:
+                import wandb
+
+                self.wandb = wandb.init(project=cfg.project_name, name=cfg.experiment_name, dir=run_dir, config=settings, id=wandb_id, resume="allow")
+
+    def start_clock(self) -> None:
+        """Steps are timed from here."""
+        self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def timer(self, phase: str):
+        """Adds to timing_s/PHASE; on a GPU also notes what the card holds at the phase's end, which is its peak, since caches only grow within one."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            self.metrics[f"perf/memory_gb/{phase}"] = (total - free) / 2**30
+        self.metrics[f"timing_s/{phase}"] = self.metrics.get(f"timing_s/{phase}", 0.0) + time.perf_counter() - start
+
+    def add(self, metrics: dict[str, float]) -> None:
+        self.metrics |= metrics
+
+    def end_step(self, step: int) -> None:
+        """Write what was added since the last step as one record."""
+        m, self.metrics = self.metrics, {}
+        now = time.perf_counter()
+        m["timing_s/step"], self.started = now - self.started, now
+        if "perf/total_num_tokens" in m:
+            self.seconds, self.steps_timed = self.seconds + m["timing_s/step"], self.steps_timed + 1
+            m["perf/throughput"] = m["perf/total_num_tokens"] / m["timing_s/step"] / (dist.get_world_size() if dist.is_initialized() else 1)
+            m["perf/gen_tokens_per_s"] = m.pop("perf/response_tokens") / m["timing_s/gen"]
+            m["perf/train_tokens_per_s"] = m["perf/total_num_tokens"] / m["timing_s/update_actor"]
+        memory = {name.removeprefix("perf/memory_gb/"): value for name, value in m.items() if name.startswith("perf/memory_gb/")}
+        self.memory |= {phase: max(gb, self.memory.get(phase, 0.0)) for phase, gb in memory.items()}
+        m["perf/max_memory_gb"] = max(memory.values()) if memory else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if val := {name: value for name, value in m.items() if name.startswith("val/")}:
+            self.first_val, self.last_val = self.first_val or val, val
+        if self.rank:
+            return
+        with open(self.run_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, **m}) + "\n")
+        if self.wandb:
+            self.wandb.log(m, step=step)
+        if "console" in self.cfg.logger:
+            self.say(self.console_line(step, m))
+        if self.bar:
+            self.bar.update(min(step + 1, self.total_steps) - self.bar.n)
+
+    def console_line(self, step: int, m: dict[str, float]) -> str:
+        parts = [f"step {min(step + 1, self.total_steps)}/{self.total_steps}" if "timing_s/gen" in m else f"end of {self.total_steps} steps"]
+        for label, name, form in [
+            ("reward", "reward/mean", ".3f"), ("len", "response_length/mean", ".1f"), ("loss", "actor/pg_loss", ".4f"), ("kl", "actor/kl_loss", ".4f"),
+            ("grad", "actor/grad_norm", ".2f"), ("entropy", "actor/entropy", ".3f"), ("zero-std", "reward/frac_zero_std", ".0%"),
+        ]:  # fmt: skip
+            if name in m:
+                parts.append(f"{label} {m[name]:{form}}")
+        parts += [f"{name.removeprefix('val/')} {value:.3f}" for name, value in m.items() if name.startswith("val/") and "/mean@" in name]
+        if self.steps_timed and "timing_s/gen" in m:
+            left = (self.total_steps - step - 1) * self.seconds / self.steps_timed
+            parts.append(f"{m['perf/throughput']:.0f} tok/s  {m['timing_s/step']:.2f} s  {int(left) // 60}:{int(left) % 60:02d} left")
+        return "  ".join(parts)
+
+    def say(self, text: str) -> None:
+        """One line on the console of rank 0, above the progress bar."""
+        if self.rank == 0:
+            self.bar.write(text, file=sys.stdout) if self.bar else print(text, flush=True)
+
+    def dump(self, name: str, trajectories: list[Trajectory]) -> None:
+        """One JSON line a trajectory into rollouts/NAME.jsonl."""
+        if self.rank:
+            return
+        path = self.run_dir / "rollouts" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "w") as file:
+            file.writelines(json.dumps(dump_record(t), default=str) + "\n" for t in trajectories)
+
+    def finish(self) -> None:
+        """The last lines of a run: validation before and after, the memory of each phase, where the files are."""
+        for name in [name for name in self.last_val if "/mean@" in name]:
+            self.say(f"{name}: {self.first_val[name]:.4f} before, {self.last_val[name]:.4f} after")
+        if self.memory:
+            self.say("GPU memory at the end of each phase, at most, GiB: " + ", ".join(f"{phase} {gb:.1f}" for phase, gb in self.memory.items()))
+        self.say(f"the run's files are in {self.run_dir}: {', '.join(sorted(p.name for p in self.run_dir.iterdir())) if self.rank == 0 else ''}")
+        if self.bar:
+            self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def keep_lines_before(path: Path, step: int) -> None:
+    """Drop the records of steps that a resumed run does again."""
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] < step]
+        path.write_text("".join(lines))
+
+
+def dump_record(t: Trajectory) -> dict:
+    advantage = None
+    if t.advantages is not None:
+        advantage = float(t.advantages[t.response_mask.index(1)])
+    return {
+        "key": t.key, "row": t.task.index, "data_source": t.task.data_source, "prompt": t.task.messages, "response": t.response, "ground_truth": t.task.ground_truth,
+        "score": None if t.score != t.score else t.score, "score_parts": t.score_parts, "advantage": advantage, "finish_reason": t.finish_reason,
+        "prompt_length": t.prompt_length, "response_length": t.response_length, "num_turns": t.num_turns, "weight_version": t.weight_version, "error": t.error,
+    }  # fmt: skip
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Rewards, lengths and tokens of a step, over all ranks."""
+    scores = torch.tensor([t.score for t in trajectories if t.score == t.score], dtype=torch.float64)
+    lengths = torch.tensor([t.response_length for t in trajectories], dtype=torch.float64)
+    prompts = torch.tensor([t.prompt_length for t in trajectories], dtype=torch.float64)
+    m = {
+        "response_length/mean": lengths.mean(), "response_length/max": lengths.max(), "response_length/min": lengths.min(),
+        "response_length/clip_ratio": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
+        "rollout/prompt_length/mean": prompts.mean(), "rollout/num_trajectories": len(trajectories), "rollout/num_turns/mean": sum(t.num_turns for t in trajectories) / len(trajectories),
+        "rollout/weight_version": trajectories[0].weight_version,
+        "perf/total_num_tokens": sum(len(t.tokens) for t in trajectories), "perf/response_tokens": lengths.sum(),
+    }  # fmt: skip
+    if len(scores):
+        m |= {"reward/mean": scores.mean(), "reward/std": scores.std(correction=0), "reward/max": scores.max(), "reward/min": scores.min()}
+    for part in sorted({name for t in trajectories for name in t.score_parts}):
+        values = [t.score_parts[part] for t in trajectories if part in t.score_parts]
+        m[f"reward/{part}/mean"] = sum(values) / len(values)
+    return {name: float(value) for name, value in m.items()}
+
+
+def validation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Per data source: mean@n over all sessions (one that failed counts as wrong), its standard error over prompts, best@n, and the mean response length."""
+    by_source: dict[str, dict[str, list[Trajectory]]] = {}
+    for t in trajectories:
+        by_source.setdefault(t.task.data_source, {}).setdefault(t.uid, []).append(t)
+    metrics = {}
+    for source, prompts in by_source.items():
+        scores = [[t.score if t.score == t.score else 0.0 for t in group] for group in prompts.values()]
+        n = max(len(s) for s in scores)
+        means = torch.tensor([sum(s) / len(s) for s in scores], dtype=torch.float64)
+        metrics[f"val/{source}/mean@{n}"] = float(means.mean())
+        metrics[f"val/{source}/stderr"] = float(means.std(correction=0) / len(means) ** 0.5)
+        if n > 1:
+            metrics[f"val/{source}/best@{n}"] = sum(max(s) for s in scores) / len(scores)
+        lengths = [t.response_length for group in prompts.values() for t in group]
+        metrics[f"val/{source}/response_length"] = sum(lengths) / len(lengths)
+    return metrics
+
+
+def move_aside(run_dir: Path) -> Path | None:
+    """Rename an earlier run's folder, so that a fresh start neither mixes with it nor loses it. Returns its new name."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return None
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        number += 1
+    os.rename(run_dir, aside)
+    return aside

@@ -1,0 +1,138 @@
+"""The actor's weights into vLLM, and the proof that they arrived.
+
+Order: asleep -> wake(weights) -> every tensor -> post-load processing -> reset the prefix cache -> wake(KV cache). Proof, at
+every sync: every parameter of vLLM was written, none twice, and the bits that vLLM holds add up to the bits that were
+sent. At the first sync and every `sync.verify_every` steps vLLM also samples fixed prompts and the actor scores what it sampled.
+"""
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from batch import Task, Trajectory, gather
+from rollout import RolloutConfig
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    verify_every: int = 10
+    """Steps between probes that vLLM and the actor must agree on; 0 probes only at the start. Bits are compared at every sync."""
+    probe_tokens: int = 32
+    """Tokens that the probe samples for each of its prompts."""
+    max_logprob_diff: float | None = None
+    """Largest |vLLM - actor| of a probe's token, in nats; 1e-3 in float32 and 0.5 in bfloat16 when not given."""
+    mean_logprob_diff: float | None = None
+    """Largest mean of it; 1e-4 in float32 and 0.05 in bfloat16 when not given."""
+
+    def __post_init__(self):
+        if self.verify_every < 0 or self.probe_tokens < 1:
+            raise ValueError(f"sync.verify_every={self.verify_every} must not be negative and sync.probe_tokens={self.probe_tokens} at least 1")
+
+
+class SyncError(RuntimeError):
+    """vLLM does not hold the actor's weights, or computes something else with them."""
+
+
+class Ledger:
+    """What a stream of weights contained: names, in order, and the sum of all their bits."""
+
+    def __init__(self):
+        self.names: list[str] = []
+        self.bits = 0  # a tensor while it adds up, so that the device is not waited for
+
+    def record(self, weights):
+        for name, tensor in weights:
+            self.names.append(name)
+            self.bits = self.bits + bit_sum(tensor)
+            yield name, tensor
+
+
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements, read as integers, added up. Fusing and splitting tensors, as vLLM does, leaves the sum as it is."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+
+
+def sync_weights(actor, engine, cfg: SyncConfig, probe: bool) -> dict[str, float]:
+    """Wake vLLM with the actor's current weights, ready to generate. SyncError when that can't be proven. Returns metrics."""
+    engine.wake_weights()
+    ledger = Ledger()
+    loaded = engine.load_weights(ledger.record(actor.weights(engine.dtype)))
+    check_coverage(engine.model, loaded, ledger)
+    engine.wake_cache(actor.version)
+    return check_probe(actor, engine, cfg) if probe else {}
+
+
+def check_coverage(model, loaded: set[str], ledger: Ledger) -> None:
+    """Every parameter of vLLM written, none twice, all bits there. A parameter that two names share counts once (tied weights)."""
+    twice = sorted(name for name, times in Counter(ledger.names).items() if times > 1)
+    if twice:
+        raise SyncError(f"sent twice to vLLM: {', '.join(twice)}")
+    parameters = dict(model.named_parameters())  # without the second name of a tied one
+    missing = sorted(parameters.keys() - loaded)
+    if missing:
+        raise SyncError(f"{len(missing)} of vLLM's {len(parameters)} parameters were not written: {', '.join(missing[:8])}")
+    held = sum(bit_sum(p) for p in parameters.values())
+    if int(held) != int(ledger.bits):
+        raise SyncError(f"vLLM holds other bits than the actor sent ({int(held)} against {int(ledger.bits)}): a tensor was cut, changed or left from before")
+
+
+def check_probe(actor, engine, cfg: SyncConfig) -> dict[str, float]:
+    """vLLM samples fixed prompts, the actor scores the same tokens; SyncError names the worst token and the tensors that differ."""
+    trajectories = gather(probe_trajectories(engine, cfg, dist.get_rank()))
+    actor_logprobs = actor.score(trajectories)
+    worst, total, count = (-1.0, None), 0.0, 0
+    for i, (t, logprobs) in enumerate(zip(trajectories, actor_logprobs)):
+        gaps = (logprobs - torch.tensor(t.rollout_logprobs)).abs()[t.prompt_length :]  # [response]
+        gaps = gaps.nan_to_num(nan=float("inf"))
+        total, count = total + float(gaps.sum()), count + len(gaps)
+        if float(gaps.max()) > worst[0]:
+            position = t.prompt_length + int(gaps.argmax())
+            worst = float(gaps.max()), (i, position, t.tokens[position], t.rollout_logprobs[position], float(logprobs[position]))
+    exact = engine.dtype == torch.float32
+    max_allowed = cfg.max_logprob_diff or (1e-3 if exact else 0.5)
+    mean_allowed = cfg.mean_logprob_diff or (1e-4 if exact else 0.05)
+    if worst[0] > max_allowed or total / count > mean_allowed:
+        sequence, position, token, rollout, own = worst[1]
+        raise SyncError(
+            f"vLLM and the actor disagree on the probe: mean {total / count:.4g} (allowed {mean_allowed}), worst {worst[0]:.4g} (allowed {max_allowed}) "
+            f"at token {token}, position {position} of probe {sequence}: vLLM {rollout:.4f}, actor {own:.4f}. {differing_tensors(actor, engine)}"
+        )
+    return {"sync/probe_diff_max": worst[0], "sync/probe_diff_mean": total / count}
+
+
+def probe_trajectories(engine, cfg: SyncConfig, rank: int) -> list[Trajectory]:
+    """Two prompts of arbitrary tokens, sampled by this rank's engine; the same at every probe but for the weights."""
+
+    async def agent(prompt, seed):
+        t = Trajectory(Task([], "probe", None), uid=f"probe-{rank}-{seed}")
+        t.observe(prompt)
+        reply = await engine.generate(prompt, RolloutConfig(temperature=engine.cfg.rollout.temperature), cfg.probe_tokens, seed)
+        t.act(reply.tokens, reply.logprobs)
+        return t
+
+    usable = engine.num_tokens
+    room = engine.cfg.data.max_prompt_length
+    prompts = [[(7 * i + 11 * k + 3) % usable for i in range(min(12 + 4 * k, room))] for k in range(2)]
+    return engine.drive([agent(prompt, 1 + k) for k, prompt in enumerate(prompts)])
+
+
+def differing_tensors(actor, engine) -> str:
+    """Load the actor's tensors once more, one at a time: those that change vLLM's copy were not in it. For the error message."""
+    parameters = dict(engine.model.named_parameters())
+    differing = []
+    for name, tensor in actor.weights(engine.dtype):
+        before = {n: p.detach().clone() for n, p in parameters.items() if shares_layer(n, name)}
+        for n in engine.model.load_weights([(name, tensor)]):
+            if n in before and not torch.equal(before[n], parameters[n]):
+                gap = float((before[n].float() - parameters[n].float()).abs().max())
+                differing.append(f"{name} (by up to {gap:.3g})")
+    if not differing:
+        return "Every tensor in vLLM equals the actor's, so the two compute differently: look at the model's configuration, temperature and attention."
+    return f"In vLLM {len(differing)} of the actor's tensors were different: {', '.join(differing[:5])}"
+
+
+def shares_layer(ours: str, theirs: str) -> bool:
+    """Whether a vLLM parameter may hold this Hugging Face tensor: the same path up to the module that vLLM may have fused."""
+    return ours.rsplit(".", 2)[0] == theirs.rsplit(".", 2)[0]

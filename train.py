@@ -1,0 +1,167 @@
+"""Synchronous GRPO, the whole loop: `accelerate launch train.py --config configs/quickstart.yaml [--group.knob value ...]`.
+
+One process a GPU. Each step: the weights go to vLLM, vLLM samples, sleeps, rewards are computed, the batch is gathered, and
+from there every rank holds the same list: old (and reference) log-probs, advantages, and the actor's updates.
+"""
+import dataclasses
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from actor import Actor, Reference, make_accelerator
+from advantage import compute_advantages, set_loss_mask, set_token_level_rewards, update_kl_coef
+from agent import check_agents
+from batch import gather
+from checkpoint import export, find, is_due, load, save, step_of
+from config import Config, load_config, to_yaml
+from data import TaskStream, filter_overlong, load_tasks
+from log import Logger, move_aside, rollout_metrics, validation_metrics
+from loss import rollout_mismatch
+from reward import check_failures, load_reward, score
+from rollout import Engine, load_tokenizer
+from sync_weights import sync_weights
+
+
+def train(cfg: Config) -> None:
+    tokenizer = load_tokenizer(cfg.actor.path)
+    train_tasks, val_tasks, reward_fn = load_data(cfg, tokenizer)
+    stream = None if cfg.trainer.val_only else TaskStream(train_tasks, cfg.data, cfg.trainer.seed)
+    total_steps = 0 if cfg.trainer.val_only else cfg.trainer.total_training_steps or cfg.trainer.total_epochs * stream.steps_per_epoch
+
+    accelerator = make_accelerator(cfg.actor)
+    checkpoint = find(cfg.checkpoint, cfg.run_dir)
+    log = start_log(cfg, accelerator.process_index, checkpoint, total_steps)
+    engine = Engine(cfg, tokenizer)  # first, since vLLM measures the memory that it finds free
+    actor = Actor(cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature)
+    reference = Reference(cfg.ref, cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature) if cfg.needs_reference else None
+    first_step, kl_coef = 0, cfg.algorithm.kl_coef
+    if checkpoint:
+        state = load(checkpoint, actor)
+        stream.load_state_dict(state["stream"])
+        first_step, kl_coef = state["step"], state["kl_coef"]
+
+    log.start_clock()
+    for step in range(first_step, total_steps + 1):
+        # The sampler gets the weights that the last step left: every trajectory of this step is on-policy.
+        with log.timer("sync"):
+            probe = step == first_step or (cfg.sync.verify_every > 0 and step % cfg.sync.verify_every == 0)
+            log.add(sync_weights(actor, engine, cfg.sync, probe))
+        if val_tasks and validation_is_due(cfg, step, total_steps):
+            with log.timer("testing"):
+                log.add(validate(cfg, engine, val_tasks, reward_fn, step, log))
+        if step == total_steps:
+            engine.sleep()
+            log.end_step(step)
+            break
+
+        tasks = stream.next_batch()  # [P], the same on every rank
+        with log.timer("gen"):
+            trajectories = engine.run(tasks, step, cfg.rollout)  # this rank's share of the prompts, G sessions each
+        with log.timer("sleep"):
+            engine.sleep()
+        with log.timer("reward"):
+            score(trajectories, reward_fn, tokenizer, cfg.reward)
+            trajectories = gather(trajectories)  # from here on the same list on every rank, in submission order
+            log.add(check_failures(trajectories, cfg.reward))
+            set_loss_mask(trajectories)
+
+        with log.timer("old_log_prob"):
+            bypass = cfg.loss.bypass_mode
+            for t, logprobs in zip(trajectories, [torch.tensor(t.rollout_logprobs) for t in trajectories] if bypass else actor.score(trajectories)):
+                t.old_logprobs = logprobs
+        if reference:
+            with log.timer("ref"):
+                for t, logprobs in zip(trajectories, reference.score(trajectories)):
+                    t.ref_logprobs = logprobs
+        with log.timer("adv"):
+            log.add(set_token_level_rewards(trajectories, cfg.algorithm, kl_coef))
+            log.add(compute_advantages(trajectories, cfg.algorithm))
+            log.add(rollout_metrics(trajectories) | rollout_mismatch(trajectories))
+            kl_coef = update_kl_coef(kl_coef, log.metrics.get("reward/kl", 0.0), len(trajectories), cfg.algorithm)
+        with log.timer("update_actor"):
+            log.add(actor.update(trajectories, cfg.loss, step, total_steps, cfg.trainer.seed))
+
+        if is_due(step + 1, total_steps, cfg.checkpoint.save_freq):
+            with log.timer("save_checkpoint"):
+                save(cfg.checkpoint, cfg.run_dir, step + 1, actor, {"stream": stream.state_dict(), "kl_coef": kl_coef})
+        if cfg.log.rollout_dump_freq and step % cfg.log.rollout_dump_freq == 0:
+            log.dump(f"{step:06d}", trajectories)
+        log.end_step(step)
+
+    if cfg.checkpoint.export_hf and total_steps:
+        export(cfg.run_dir / "hf", actor, tokenizer, engine.dtype)
+    log.finish()
+
+
+def load_data(cfg: Config, tokenizer):
+    """Training and validation tasks that fit, and the reward function. Everything wrong with them is found here, before a model loads."""
+    train_files = () if cfg.trainer.val_only else cfg.data.train_files
+    train_tasks, val_tasks = (
+        filter_overlong(load_tasks(files, cfg.data, most), tokenizer, cfg.data) if files else []
+        for files, most in [(train_files, cfg.data.train_max_samples), (cfg.data.val_files, cfg.data.val_max_samples)]
+    )
+    check_agents(train_tasks + val_tasks, cfg.agent)
+    return train_tasks, val_tasks, load_reward(cfg.reward, {t.data_source for t in train_tasks + val_tasks})
+
+
+def validation_is_due(cfg: Config, step: int, total_steps: int) -> bool:
+    """After `step` steps: before the first when asked for, every test_freq, and always at the end."""
+    if step == 0:
+        return cfg.trainer.val_before_train or cfg.trainer.val_only
+    return step == total_steps or (cfg.trainer.test_freq > 0 and step % cfg.trainer.test_freq == 0)
+
+
+def validate(cfg: Config, engine: Engine, tasks: list, reward_fn, step: int, log: Logger) -> dict[str, float]:
+    """Sample and score the validation tasks with validation's own sampling; dump them; return val/ metrics."""
+    trajectories = engine.run(tasks, step, cfg.val)
+    score(trajectories, reward_fn, engine.tokenizer, cfg.reward)
+    trajectories = gather(trajectories)
+    log.dump(f"val-{step:06d}", trajectories)
+    return validation_metrics(trajectories)
+
+
+def start_log(cfg: Config, rank: int, checkpoint: Path | None, total_steps: int) -> Logger:
+    """The run's folder, with the resolved configuration in it and on the console."""
+    if rank == 0:
+        aside = None if checkpoint else move_aside(cfg.run_dir)
+        cfg.run_dir.mkdir(parents=True, exist_ok=True)
+        settings = to_yaml(cfg)
+        (cfg.run_dir / "config.yaml").write_text(settings)
+        print(settings)
+        print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {cfg.run_dir} is now in {aside}" if aside else f"a new run in {cfg.run_dir}", flush=True)
+    return Logger(cfg.log, cfg.run_dir, rank, step_of(checkpoint), total_steps, dataclasses.asdict(cfg))
+
+
+def relaunch_ranks() -> None:
+    """On a machine without GPUs `accelerate launch --num_processes N` starts one process, silently. Become N of them.
+
+    It leaves MASTER_ADDR but no rank in the environment; how many were asked for stands only in its command line.
+    """
+    if torch.cuda.is_available() or "LOCAL_RANK" in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    import psutil
+
+    words = psutil.Process(os.getppid()).cmdline()
+    asked = [(word + "=" + after).split("=")[1] for word, after in zip(words, [*words[1:], ""]) if word.split("=")[0] == "--num_processes"]
+    if not asked:
+        raise ValueError("accelerate starts one process on a machine without GPUs, whatever its configuration says: put --num_processes N on its command line")
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked[0]}", *sys.argv])
+
+
+def main() -> None:
+    """Run; on failure one line for the user's mistake, a traceback for anything else, and out at once, so that no rank waits for this one."""
+    try:
+        relaunch_ranks()
+        train(load_config(sys.argv[1:]))
+    except Exception as error:
+        here, where = Path(__file__).parent, Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        users = isinstance(error, (ValueError, FileNotFoundError)) and where.parent == here  # raised by Lockstep's own code
+        print(f"error: {error}" if users else traceback.format_exc(), file=sys.stderr, flush=True)
+        os._exit(2 if users else 1)
+
+
+if __name__ == "__main__":
+    main()
