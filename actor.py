@@ -226,18 +226,25 @@ def score(model, trajectories: list[Trajectory], cfg: ActorConfig, device) -> li
     """Log-probs [L] of every trajectory, on every rank; each rank computes its share. No gradient."""
     budget = (cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu) if cfg.use_dynamic_bsz else None
     lengths = [len(t.tokens) for t in trajectories]
-    logprobs = torch.zeros(sum(lengths), device=device)  # all trajectories end to end
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    own: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for indices in pack(lengths, dist.get_world_size(), budget, cfg.ppo_micro_batch_size_per_gpu)[dist.get_rank()]:
             batch = collate([trajectories[i] for i in indices or [0]], device)
-            values = forward(model, batch)[0].split([lengths[i] for i in indices or [0]])
-            for i, value in zip(indices, values):
-                logprobs[starts[i] : starts[i + 1]] = value
+            logprobs = forward(model, batch)[0]
+            own |= zip(indices, logprobs.split([lengths[i] for i in indices or [0]]))
     reshard(model)
+    return share_logprobs(own, lengths, device)
+
+
+def share_logprobs(own: dict[int, torch.Tensor], lengths: list[int], device) -> list[torch.Tensor]:
+    """Every trajectory's log-probs [L] on every rank, from the ones that each rank computed. A collective."""
+    whole = torch.zeros(sum(lengths), device=device)  # all trajectories end to end
+    parts = whole.split(lengths)
+    for i, logprobs in own.items():
+        parts[i].copy_(logprobs)
     if dist.get_world_size() > 1:
-        dist.all_reduce(logprobs)
-    return list(logprobs.cpu().split(lengths))
+        dist.all_reduce(whole)
+    return list(whole.cpu().split(lengths))
 
 
 class Reference:
@@ -278,29 +285,38 @@ class Actor:
         return score(self.model, trajectories, self.cfg, self.device)
 
     def update(self, trajectories: list[Trajectory], loss_cfg, step: int, total_steps: int, seed: int) -> dict[str, float]:
-        """ppo_epochs passes over the step's mini-batches, one optimizer step each; then one learning-rate step. Returns metrics."""
+        """ppo_epochs passes over the step's mini-batches, one optimizer step each; then one learning-rate step. Returns metrics.
+
+        Trajectories that come without old_logprobs, for a single update, leave with those that it computed.
+        """
         lr = self.cfg.lr * lr_factor(step, total_steps, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         sums: dict[str, list] = {}  # metric -> [sum, count], over micro-batches
-        norms, skipped = [], 0
+        norms: list[float] = []
+        own: dict[int, torch.Tensor] | None = {} if trajectories[0].old_logprobs is None else None
         for mini_batch in self.mini_batches(trajectories, f"{seed}/{step}"):
+            assert own is None or not norms, "a second update needs old_logprobs from before the first"
             totals = count_totals(mini_batch)
-            for batch in self.micro_batches(mini_batch):
+            for indices, batch in self.micro_batches(mini_batch):
                 logprobs, entropy = forward(self.model, batch)
                 loss, metrics = policy_loss(batch, logprobs, entropy, loss_cfg, totals)
                 self.accelerator.backward(loss * dist.get_world_size())  # FSDP averages gradients over the ranks
-                for name, (value, count) in metrics.items():
-                    old = sums.get(name, (0.0, 0.0))
-                    sums[name] = (old[0] + value.double(), old[1] + count.double())
-            norm = self.optimizer_step()
-            norms.append(norm)
-            skipped += not math.isfinite(norm)
+                for name, pair in metrics.items():
+                    sums[name] = [old + new for old, new in zip(sums.get(name, (0.0, 0.0)), pair)]
+                if own is not None:
+                    own |= zip(indices, logprobs.detach().split(batch.cu_seqlens.diff().tolist()))
+            norms.append(self.optimizer_step())
+        if own is not None:
+            places = {id(t): i for i, t in enumerate(mini_batch)}
+            shared = share_logprobs(own, [len(t.tokens) for t in mini_batch], self.device)
+            for t in trajectories:
+                t.old_logprobs = shared[places[id(t)]]
         self.version = step + 1
-        finite = [n for n in norms if math.isfinite(n)]
+        finite = [norm for norm in norms if math.isfinite(norm)]
         return reduce_sums(sums) | {
             "actor/grad_norm": sum(finite) / max(len(finite), 1),
-            "actor/skipped_steps": skipped,
+            "actor/skipped_steps": len(norms) - len(finite),
             "actor/num_updates": len(norms),
             "actor/lr": lr,
         }
@@ -315,20 +331,24 @@ class Actor:
                 yield [t for group in groups[i : i + self.cfg.ppo_mini_batch_size] for t in group]
 
     def micro_batches(self, mini_batch: list[Trajectory]):
-        """This rank's packed batches of a mini-batch. A rank with nothing left runs a forward that adds 0, since FSDP needs every rank."""
+        """This rank's part of a mini-batch as (indices, packed batch). A rank with nothing left runs a forward that adds 0, since FSDP needs every rank."""
         budget = self.cfg.ppo_max_token_len_per_gpu if self.cfg.use_dynamic_bsz else None
         plan = pack([len(t.tokens) for t in mini_batch], dist.get_world_size(), budget, self.cfg.ppo_micro_batch_size_per_gpu)
         for indices in plan[dist.get_rank()]:
             batch = collate([mini_batch[i] for i in indices or [0]], self.device)
             if not indices:
                 batch.loss_mask = torch.zeros_like(batch.loss_mask)
-            yield batch
+            yield indices, batch
 
     def optimizer_step(self) -> float:
-        """Clip, step, and clear the gradients; a gradient that is not finite changes nothing. Returns its norm."""
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        """Clip, step, and clear the gradients; a gradient that is not finite changes nothing. Returns its norm over all ranks."""
+        grads = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]  # this rank's shards
+        square = torch.stack(torch._foreach_norm(grads)).square().sum()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        norm = float(square.sqrt())
         if math.isfinite(norm):
+            torch._foreach_mul_(grads, min(1.0, self.cfg.grad_clip / (norm + 1e-6)))
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -339,21 +359,20 @@ class Actor:
 
         Tied weights come once. Never a second copy of the model.
         """
-        from torch.distributed.tensor import DTensor
-
         reshard(self.model)
         for name, parameter in self.model.named_parameters():
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
-            tensor = parameter.detach().to(dtype)  # the shard, before the gather: half the bytes
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            # The shard is cast before it is gathered: half the bytes. With one rank it is the whole.
+            alone = parameter.device_mesh.size() == 1
+            yield name, parameter.to_local().to(dtype) if alone else parameter.to(dtype).full_tensor()
 
 
 def reduce_sums(sums: dict[str, list]) -> dict[str, float]:
     """Mean of each metric over all micro-batches of all ranks, from its sums and counts."""
     if not sums:
         return {}
-    table = torch.stack([torch.stack([torch.as_tensor(x) for x in pair]) for pair in sums.values()])  # [metrics, 2]
+    table = torch.stack([torch.stack(pair).double() for pair in sums.values()])  # [metrics, 2]
     if dist.get_world_size() > 1:
         dist.all_reduce(table)
     return {name: float(total / count) for name, (total, count) in zip(sums, table.tolist()) if count}

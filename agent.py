@@ -5,7 +5,7 @@ An agent is `async (task, policy, cfg) -> Trajectory | list[Trajectory]`. `polic
 tokens out: what was sampled is never tokenized again. To add an agent, write the coroutine and put it into AGENTS.
 """
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batch import Task, Trajectory
@@ -35,6 +35,7 @@ class Policy:
     task: Task
     sampling: Any  # RolloutConfig | ValConfig
     seed: int
+    prompts: dict = field(default_factory=dict)  # encoded prompts, shared by the sessions of a task
     turns: int = 0
 
     @property
@@ -43,7 +44,10 @@ class Policy:
 
     def encode(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
         """A prompt's token ids: messages through the chat template, with the assistant's turn opened; a text as it is. data.truncation decides about one that is too long."""
-        return fit(render(messages, self.tokenizer, tools), self.engine.cfg.data, self.task)
+        key = repr((messages, tools))
+        if key not in self.prompts:
+            self.prompts[key] = fit(render(messages, self.tokenizer, tools), self.engine.cfg.data, self.task)
+        return self.prompts[key]
 
     async def generate(self, tokens: list[int], max_tokens: int | None = None) -> Reply:
         """Sample a continuation of `tokens`, of at most max_tokens (data.max_response_length when not given)."""

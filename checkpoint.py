@@ -58,9 +58,9 @@ def save(cfg: CheckpointConfig, run_dir: Path, step: int, actor, state: dict) ->
         folder.mkdir(parents=True, exist_ok=True)
         for path in (final, temporary):
             shutil.rmtree(path, ignore_errors=True)
-    dist.barrier()
+    actor.accelerator.wait_for_everyone()
     actor.accelerator.save_state(str(temporary))
-    dist.barrier()
+    actor.accelerator.wait_for_everyone()
     if dist.get_rank() == 0:
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}))
         os.rename(temporary, final)
@@ -69,7 +69,7 @@ def save(cfg: CheckpointConfig, run_dir: Path, step: int, actor, state: dict) ->
         os.replace(marker, folder / "latest")
         for old in sorted(folder.glob("step-*"))[: -cfg.max_ckpt_to_keep]:
             shutil.rmtree(old)
-    dist.barrier()
+    actor.accelerator.wait_for_everyone()
     return final
 
 
@@ -89,4 +89,4 @@ def export(folder: Path, actor, tokenizer, dtype) -> None:
         model.config.dtype = dtype
         model.save_pretrained(folder, state_dict={name: tensor.to(dtype) for name, tensor in weights.items()})
         tokenizer.save_pretrained(folder)
-    dist.barrier()
+    actor.accelerator.wait_for_everyone()

@@ -68,6 +68,12 @@ class Config:
         return self.loss.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def old_logprobs_from(self) -> str:
+        """Where a step's old log-probs come from. With one update a step its own forward gives them: they equal the current ones."""
+        one_update = self.actor.ppo_epochs * self.data.train_batch_size == self.actor.ppo_mini_batch_size
+        return "rollout" if self.loss.bypass_mode else "update" if one_update and not self.algorithm.use_kl_in_reward else "actor"
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.log.default_local_dir) / self.log.experiment_name
 

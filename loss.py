@@ -111,9 +111,9 @@ def kl_divergence(logprobs, ref_logprobs, kind: str):
     return value
 
 
-def correction_weights(batch: Batch, cfg: LossConfig):
+def correction_weights(old_logprobs, rollout_logprobs, mask, cfg: LossConfig):
     """exp(old - rollout) [T], truncated, without gradient (TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
-    return log_ratio(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask).exp().clamp(max=cfg.rollout_is_threshold).detach()
+    return log_ratio(old_logprobs, rollout_logprobs, mask).exp().clamp(max=cfg.rollout_is_threshold).detach()
 
 
 def aggregation_weights(mask, seq_ids, num_seqs: int, totals: Totals, cfg: LossConfig):
@@ -132,18 +132,20 @@ def aggregation_weights(mask, seq_ids, num_seqs: int, totals: Totals, cfg: LossC
 def policy_loss(batch: Batch, logprobs, entropy, cfg: LossConfig, totals: Totals):
     """This micro-batch's share of the mini-batch's loss (a scalar with gradient), and `{metric: (sum, count)}`.
 
-    logprobs and entropy [T] are the actor's now. Values at masked positions are never looked at.
+    logprobs and entropy [T] are the actor's now. Values at masked positions are never looked at. A batch without
+    old_logprobs is on its only update: the old ones are the current ones, and the ratio is exactly 1.
     """
     mask = batch.loss_mask
+    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
     def keep(x):
         return torch.where(mask, x, 0.0)
 
     weights = aggregation_weights(mask, batch.seq_ids, batch.num_seqs, totals, cfg)
-    loss, metrics = LOSSES[cfg.loss_mode](keep(logprobs), keep(batch.old_logprobs), keep(batch.advantages), mask, batch.seq_ids, cfg)
+    loss, metrics = LOSSES[cfg.loss_mode](keep(logprobs), keep(old_logprobs), keep(batch.advantages), mask, batch.seq_ids, cfg)
     if cfg.rollout_is == "token":
-        loss = loss * correction_weights(batch, cfg)
-    metrics |= {"actor/entropy": entropy.detach(), "actor/ppo_kl": -log_ratio(logprobs, batch.old_logprobs, mask).detach()}
+        loss = loss * correction_weights(old_logprobs, batch.rollout_logprobs, mask, cfg)
+    metrics |= {"actor/entropy": entropy.detach(), "actor/ppo_kl": -log_ratio(logprobs, old_logprobs, mask).detach()}
     total = loss
     if cfg.entropy_coeff:
         total = total - cfg.entropy_coeff * keep(entropy)

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from agent import AGENTS, Policy, Reply, session_seed
 from batch import Task, Trajectory, prompt_uid, rank_share
@@ -176,6 +177,12 @@ class Engine:
         else:
             self.llm.reset_prefix_cache()
 
+    def close(self) -> None:
+        """End vLLM, then the process group that it shares with the actor."""
+        self.llm.llm_engine.engine_core.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def wake_weights(self) -> None:
         self._move("asleep", "loading")
         if self.sleeps:
@@ -222,7 +229,10 @@ class Engine:
         if self.state != "awake":
             raise RuntimeError(f"vLLM is {self.state}: it generates between a sync of the weights and the next sleep")
         first, share = rank_share(tasks)
-        sessions = [self._session(task, first + p, session_id, step, sampling) for p, task in enumerate(share) for session_id in range(sampling.n)]
+        sessions = []
+        for index, task in enumerate(share, first):
+            prompts: dict = {}  # what the sessions of a prompt encode once
+            sessions += [self._session(task, prompts, index, session_id, step, sampling) for session_id in range(sampling.n)]
         return [trajectory for output in self.drive(sessions) for trajectory in output]
 
     def drive(self, sessions: list) -> list:
@@ -230,11 +240,11 @@ class Engine:
         with no_garbage_collection():
             return asyncio.run(self._drive(sessions))
 
-    async def _session(self, task: Task, index: int, session_id: int, step: int, sampling) -> list[Trajectory]:
+    async def _session(self, task: Task, prompts: dict, index: int, session_id: int, step: int, sampling) -> list[Trajectory]:
         """One call of the task's agent. uid and seed follow from the prompt's place in the whole step, whatever rank it is on."""
         kind = "train" if sampling is self.cfg.rollout else "val"
         seed = self.cfg.trainer.seed
-        policy = Policy(self, task, sampling, session_seed(seed, kind, step, index, session_id))
+        policy = Policy(self, task, sampling, session_seed(seed, kind, step, index, session_id), prompts)
         agent = AGENTS[task.agent_name or self.cfg.agent.default_agent_loop]
         output = await agent(task, policy, self.cfg.agent)
         trajectories = output if isinstance(output, list) else [output]
@@ -299,8 +309,7 @@ def stop_token_ids(path: str, tokenizer) -> list[int]:
 
 @contextlib.contextmanager
 def no_garbage_collection():
-    """vLLM makes objects for every token and request; collecting among them while generating costs more than it frees."""
-    gc.collect()
+    """vLLM makes objects for every token and request; looking for cycles among them while generating costs more than it frees."""
     gc.disable()
     try:
         yield

@@ -5,29 +5,30 @@ every sync: every parameter of vLLM was written, none twice, and the bits that v
 sent. At the first sync and every `sync.verify_every` steps vLLM also samples fixed prompts and the actor scores what it sampled.
 """
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
+from agent import Policy
 from batch import Task, Trajectory, gather
-from rollout import RolloutConfig
 
 
 @dataclass(frozen=True)
 class SyncConfig:
     verify_every: int = 10
     """Steps between probes that vLLM and the actor must agree on; 0 probes only at the start. Bits are compared at every sync."""
+    probe_prompts: int = 8
+    """Prompts of the probe: the first of the data."""
     probe_tokens: int = 32
-    """Tokens that the probe samples for each of its prompts."""
+    """Tokens that the probe samples for each, at most."""
     max_logprob_diff: float | None = None
-    """Largest |vLLM - actor| of a probe's token, in nats; 1e-3 in float32 and 0.5 in bfloat16 when not given."""
+    """Largest |vLLM - actor| of a probe's token, in nats; 1e-3 in float32 and 1.0 in bfloat16 when not given."""
     mean_logprob_diff: float | None = None
-    """Largest mean of it; 1e-4 in float32 and 0.05 in bfloat16 when not given."""
+    """Largest mean of it; 1e-4 in float32 and 0.1 in bfloat16 when not given."""
 
     def __post_init__(self):
-        if self.verify_every < 0 or self.probe_tokens < 1:
-            raise ValueError(f"sync.verify_every={self.verify_every} must not be negative and sync.probe_tokens={self.probe_tokens} at least 1")
+        if self.verify_every < 0 or self.probe_prompts < 1 or self.probe_tokens < 1:
+            raise ValueError(f"sync.verify_every={self.verify_every} must not be negative, sync.probe_prompts={self.probe_prompts} and sync.probe_tokens={self.probe_tokens} at least 1")
 
 
 class SyncError(RuntimeError):
@@ -54,14 +55,17 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
 
 
-def sync_weights(actor, engine, cfg: SyncConfig, probe: bool) -> dict[str, float]:
-    """Wake vLLM with the actor's current weights, ready to generate. SyncError when that can't be proven. Returns metrics."""
+def sync_weights(actor, engine, cfg: SyncConfig, probe: list[Task]) -> dict[str, float]:
+    """Wake vLLM with the actor's current weights, ready to generate, and compare the two on the prompts of `probe`, if any.
+
+    SyncError when vLLM can't be proven to hold the actor's weights. Returns metrics. A collective.
+    """
     engine.wake_weights()
     ledger = Ledger()
     loaded = engine.load_weights(ledger.record(actor.weights(engine.dtype)))
     check_coverage(engine.model, loaded, ledger)
     engine.wake_cache(actor.version)
-    return check_probe(actor, engine, cfg) if probe else {}
+    return check_probe(actor, engine, cfg, probe[: cfg.probe_prompts]) if probe else {}
 
 
 def check_coverage(model, loaded: set[str], ledger: Ledger) -> None:
@@ -78,9 +82,9 @@ def check_coverage(model, loaded: set[str], ledger: Ledger) -> None:
         raise SyncError(f"vLLM holds other bits than the actor sent ({int(held)} against {int(ledger.bits)}): a tensor was cut, changed or left from before")
 
 
-def check_probe(actor, engine, cfg: SyncConfig) -> dict[str, float]:
+def check_probe(actor, engine, cfg: SyncConfig, tasks: list[Task]) -> dict[str, float]:
     """vLLM samples fixed prompts, the actor scores the same tokens; SyncError names the worst token and the tensors that differ."""
-    trajectories = gather(probe_trajectories(engine, cfg, dist.get_rank()))
+    trajectories = gather(engine.drive([probe_session(engine, cfg, task, seed) for seed, task in enumerate(tasks)]))
     actor_logprobs = actor.score(trajectories)
     worst, total, count = (-1.0, None), 0.0, 0
     for i, (t, logprobs) in enumerate(zip(trajectories, actor_logprobs)):
@@ -91,8 +95,8 @@ def check_probe(actor, engine, cfg: SyncConfig) -> dict[str, float]:
             position = t.prompt_length + int(gaps.argmax())
             worst = float(gaps.max()), (i, position, t.tokens[position], t.rollout_logprobs[position], float(logprobs[position]))
     exact = engine.dtype == torch.float32
-    max_allowed = cfg.max_logprob_diff or (1e-3 if exact else 0.5)
-    mean_allowed = cfg.mean_logprob_diff or (1e-4 if exact else 0.05)
+    max_allowed = cfg.max_logprob_diff or (1e-3 if exact else 1.0)
+    mean_allowed = cfg.mean_logprob_diff or (1e-4 if exact else 0.1)
     if worst[0] > max_allowed or total / count > mean_allowed:
         sequence, position, token, rollout, own = worst[1]
         raise SyncError(
@@ -102,20 +106,14 @@ def check_probe(actor, engine, cfg: SyncConfig) -> dict[str, float]:
     return {"sync/probe_diff_max": worst[0], "sync/probe_diff_mean": total / count}
 
 
-def probe_trajectories(engine, cfg: SyncConfig, rank: int) -> list[Trajectory]:
-    """Two prompts of arbitrary tokens, sampled by this rank's engine; the same at every probe but for the weights."""
-
-    async def agent(prompt, seed):
-        t = Trajectory(Task([], "probe", None), uid=f"probe-{rank}-{seed}")
-        t.observe(prompt)
-        reply = await engine.generate(prompt, RolloutConfig(temperature=engine.cfg.rollout.temperature), cfg.probe_tokens, seed)
-        t.act(reply.tokens, reply.logprobs)
-        return t
-
-    usable = engine.num_tokens
-    room = engine.cfg.data.max_prompt_length
-    prompts = [[(7 * i + 11 * k + 3) % usable for i in range(min(12 + 4 * k, room))] for k in range(2)]
-    return engine.drive([agent(prompt, 1 + k) for k, prompt in enumerate(prompts)])
+async def probe_session(engine, cfg: SyncConfig, task: Task, seed: int) -> Trajectory:
+    """A short sampled continuation of a prompt, by this rank's engine: the decoding that rollouts do, at their temperature."""
+    sampling = replace(engine.cfg.rollout, top_p=1.0, top_k=0)
+    trajectory = Trajectory(task)
+    trajectory.observe(Policy(engine, task, sampling, seed).encode(task.messages))
+    reply = await engine.generate(trajectory.tokens, sampling, min(cfg.probe_tokens, engine.cfg.data.max_response_length), seed)
+    trajectory.act(reply.tokens, reply.logprobs)
+    return trajectory
 
 
 def differing_tensors(actor, engine) -> str:

@@ -4,6 +4,7 @@ One process a GPU. Each step: the weights go to vLLM, vLLM samples, sleeps, rewa
 from there every rank holds the same list: old (and reference) log-probs, advantages, and the actor's updates.
 """
 import dataclasses
+import gc
 import os
 import sys
 import traceback
@@ -43,12 +44,14 @@ def train(cfg: Config) -> None:
         stream.load_state_dict(state["stream"])
         first_step, kl_coef = state["step"], state["kl_coef"]
 
+    gc.collect()
+    gc.freeze()  # what is there by now stays: collections need not look at it
     log.start_clock()
     for step in range(first_step, total_steps + 1):
         # The sampler gets the weights that the last step left: every trajectory of this step is on-policy.
         with log.timer("sync"):
-            probe = step == first_step or (cfg.sync.verify_every > 0 and step % cfg.sync.verify_every == 0)
-            log.add(sync_weights(actor, engine, cfg.sync, probe))
+            due = step == first_step or (cfg.sync.verify_every > 0 and step % cfg.sync.verify_every == 0)
+            log.add(sync_weights(actor, engine, cfg.sync, (train_tasks or val_tasks) if due else []))
         if val_tasks and validation_is_due(cfg, step, total_steps):
             with log.timer("testing"):
                 log.add(validate(cfg, engine, val_tasks, reward_fn, step, log))
@@ -68,10 +71,11 @@ def train(cfg: Config) -> None:
             log.add(check_failures(trajectories, cfg.reward))
             set_loss_mask(trajectories)
 
-        with log.timer("old_log_prob"):
-            bypass = cfg.loss.bypass_mode
-            for t, logprobs in zip(trajectories, [torch.tensor(t.rollout_logprobs) for t in trajectories] if bypass else actor.score(trajectories)):
-                t.old_logprobs = logprobs
+        if cfg.old_logprobs_from != "update":
+            with log.timer("old_log_prob"):
+                bypass = cfg.old_logprobs_from == "rollout"
+                for t, logprobs in zip(trajectories, [torch.tensor(t.rollout_logprobs) for t in trajectories] if bypass else actor.score(trajectories)):
+                    t.old_logprobs = logprobs
         if reference:
             with log.timer("ref"):
                 for t, logprobs in zip(trajectories, reference.score(trajectories)):
@@ -79,10 +83,10 @@ def train(cfg: Config) -> None:
         with log.timer("adv"):
             log.add(set_token_level_rewards(trajectories, cfg.algorithm, kl_coef))
             log.add(compute_advantages(trajectories, cfg.algorithm))
-            log.add(rollout_metrics(trajectories) | rollout_mismatch(trajectories))
             kl_coef = update_kl_coef(kl_coef, log.metrics.get("reward/kl", 0.0), len(trajectories), cfg.algorithm)
         with log.timer("update_actor"):
             log.add(actor.update(trajectories, cfg.loss, step, total_steps, cfg.trainer.seed))
+        log.add(rollout_metrics(trajectories) | rollout_mismatch(trajectories))
 
         if is_due(step + 1, total_steps, cfg.checkpoint.save_freq):
             with log.timer("save_checkpoint"):
@@ -94,6 +98,7 @@ def train(cfg: Config) -> None:
     if cfg.checkpoint.export_hf and total_steps:
         export(cfg.run_dir / "hf", actor, tokenizer, engine.dtype)
     log.finish()
+    engine.close()
 
 
 def load_data(cfg: Config, tokenizer):

@@ -271,7 +271,7 @@ def test_fit_names_the_row_and_both_lengths():
 
 
 def test_filter_keeps_equality_and_counts_what_render_gives(tokenizer, capsys):
-    prompts = ["1 2 3", "1 2 3 4", "1 2 3 4 5", [{"role": "user", "content": "1 2"}], [{"role": "user", "content": "1 2 3"}], [{"role": "user", "content": "1 2 3 4"}]]
+    prompts = ["1 2 3", "1 2 3 4", "1 2 3 4 5", *([{"role": "user", "content": text}] for text in ("1 2", "1 2 3", "1 2 3 4"))]
     tasks = [Task(p, "exact", 0, index=i) for i, p in enumerate(prompts)]
     for limit in range(4, 8):
         expected = [t.index for t in tasks if len(render(t.messages, tokenizer)) <= limit]
@@ -318,6 +318,11 @@ def test_an_epoch_hands_out_every_row_once_and_drops_the_rest():
         rows = sum(epoch, [])
         assert len(set(rows)) == 9 and set(rows) <= set(range(11))
     assert len({str(epoch) for epoch in epochs}) == 3, "every epoch has its own order"
+
+
+def test_an_epoch_of_whole_batches_hands_out_every_row():
+    epoch = draw(TaskStream(tasks_of(6), DataConfig(train_batch_size=3), seed=0), 2)
+    assert sorted(sum(epoch, [])) == list(range(6))
 
 
 def test_file_order_without_shuffle():

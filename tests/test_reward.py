@@ -107,7 +107,7 @@ MATH = [
     (r"\boxed{(1, 2]}", "(1,2]", 1, "an interval"),
     (r"\boxed{[1, 2]}", "(1,2]", 0, "another interval"),
     (r"\boxed{\text{Tuesday}}", "Tuesday", 1, "a word as text"),
-    (r"\boxed{\text{Seat}}", "East", 0, "a word is no product of letters"),
+    (r"\boxed{never}", "nerve", 0, "a word is no product of letters"),
     (r"\boxed{\text{(C)}}", "C", 1, "a letter of a choice"),
     (r"\boxed{1}, no, \boxed{2}", "2", 1, "the last box counts"),
     (r"\boxed{2}, no, \boxed{1}", "2", 0, "only the last box counts"),
@@ -118,11 +118,15 @@ MATH = [
     ("", "2", 0, "an empty response"),
     (r"\boxed{}", "2", 0, "an empty box"),
     (r"\boxed{\frac{}", "2", 0, "what can't be parsed"),
-    (r"\boxed{\left\{ 1 \right.}", "2", 0, "an escaped brace that is never closed"),
+    (r"\boxed{\left\{ 1 \right.}", r"\left\{1 \right.", 1, "an escaped brace closes no box and opens none"),
     (r"\boxed{72}", r"We see that it is $\boxed{72}$.", 1, "a whole solution as the ground truth"),
     (r"\boxed{72}", 72, 1, "a number as the ground truth"),
     (r"\boxed{9^{9^{9}}}", "2", 0, "a tower: sympy would not come back"),
     (r"\boxed{9^9^9}", "2", 0, "a tower without braces"),
+    (r"\boxed{9^{-{9}^{9}}}", "2", 0, "a tower in more braces"),
+    (r"\boxed{2^{3}\cdot 3^{2}}", "72", 1, "no tower"),
+    (r"\boxed{" + "(" * 40 + "2" + ")" * 40 + "}", "2", 0, "brackets that take math-verify's parser minutes"),
+    (r"\boxed{(a+b+c+d)^{50}}", "(a+b)^{50}", 0, "an expansion that takes minutes"),
     (r"\boxed{10!!!}", "2", 0, "a factorial of a factorial"),
     (r"\boxed{(x+y)^{999}}", "x^{999}+y^{999}", 0, "a power that takes minutes to expand"),
     (r"\boxed{\sum_{k=1}^{100000}\frac{1}{k}}", "3", 0, "a sum that takes minutes"),
@@ -171,6 +175,7 @@ COUNTDOWN = [
     ("<answer>24.0</answer>", {"target": 24, "numbers": [24]}, 0, "a float"),
     ("<answer>" + "(" * 5000 + "</answer>", PUZZLE, 0, "brackets without end"),
     ("<answer>" + "-" * 5000 + "24</answer>", {"target": 24, "numbers": [24]}, 0, "signs without end"),
+    ("<answer>" + "-" * 400 + "24</answer>", {"target": 24, "numbers": [24]}, 0, "longer than an answer may be"),
     ("<answer></answer>", PUZZLE, 0, "an empty answer"),
     ("</answer>(3+5)*3<answer>", PUZZLE, 1, "tags the wrong way round: the last line counts"),
     ("I try 3*5.\nSo (3 + 5) * 3 = 24.", PUZZLE, 1, "no tags: the last arithmetic"),
@@ -330,7 +335,7 @@ def test_custom_async_function(custom_file, tokenizer):
 @pytest.mark.parametrize(
     "text, suffix, says",
     [
-        (None, "", ["no file"]),
+        (None, "", ["no Python file"]),
         ("x = 1", "", ["no function 'compute_score'"]),
         (VERL_FILE, ":gone", ["no function 'gone'"]),
         (VERL_FILE, ":compute", ["no function 'compute'"]),
@@ -351,7 +356,7 @@ def test_custom_file_that_does_not_work(tmp_path, text, suffix, says):
 
 def test_custom_file_of_another_kind(tmp_path):
     (tmp_path / "mine.txt").write_text(VERL_FILE)
-    with pytest.raises(ValueError, match="reward.custom_path.*not a Python file"):
+    with pytest.raises(ValueError, match="reward.custom_path.*no Python file"):
         load_reward(RewardConfig(custom_path=str(tmp_path / "mine.txt")))
 
 

@@ -1,0 +1,202 @@
+"""Makes what `make quickstart` and the tests run on, once, in under a minute on two cores and without a download.
+
+A folder with `model/` (a Qwen3 of a million parameters, its tokenizer and chat template, as Hugging Face saves them),
+`train.jsonl` and `val.jsonl` (verl's row shape). The task is two-digit addition, a token a character: "47+85=" wants
+"132" and the end of the turn, and only the exact answer scores 1.
+
+GRPO needs a policy that is right sometimes, so supervised steps on the training split come first, in two phases. A
+diligent teacher: right answers, until the model mostly adds well. Then a sloppy one, who gets the carry wrong in 70 %
+of the sums (47+85=122, 12+34=56 becomes 66), until the model is right a third of the time, greedy or sampled. So the
+adding is learned here, and RL, from the score alone, has to find out which of two habits pays, to lose the other, and
+to mend what was still shaky. It does so on sums that neither phase nor RL has seen: the 256 validation rows.
+
+python quickstart.py [--folder data/quickstart] [--seed 0]
+"""
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import time
+
+PAD, IM_START, IM_END, UNK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
+ROLES = ["system", "user", "assistant", "tool"]
+CHARACTERS = "0123456789+-*/=%^ \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?'\"`()[]{}<>_|&@#$~\\"
+CHAT_TEMPLATE = (  # ChatML without its newlines, because on two cores every token counts; `tools=` has no effect
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + (message['content'] or '') + '<|im_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+NUM_VAL = 256
+KNOWS, UNSURE = 0.80, 0.36  # accuracy on validation that ends the diligent and the sloppy phase
+SLOPPY = 0.70  # share of the training sums to which the sloppy teacher gives the wrong answer
+MAX_STEPS = 600  # of a phase: several times what any seed has needed
+
+
+def make_tokenizer():
+    """A token a character; a role or a special token is one token, and a character of no token is UNK."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([PAD, IM_START, IM_END, UNK, *CHARACTERS])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()  # without it decode() puts a space between characters
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=IM_END, pad_token=PAD, unk_token=UNK,
+        additional_special_tokens=[IM_START], clean_up_tokenization_spaces=False, model_max_length=512,
+    )
+    tokenizer.add_tokens(ROLES)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer, hidden=192, layers=3, intermediate=384, seed=0, tie_word_embeddings=True):
+    """A Qwen3 with random fp32 weights. `hidden` is a multiple of 64: heads have 32 numbers, because vLLM's CPU
+    attention does not know 16. As in published models the vocabulary is padded beyond the tokenizer's."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer) // 64 * 64 + 64, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=hidden // 32, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512, tie_word_embeddings=tie_word_embeddings, dtype="float32",
+        initializer_range=0.07,  # so narrow a model learns addition half as fast from the usual 0.02
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def split_sums(seed: int) -> tuple[list, list]:
+    """All 8100 sums of two two-digit numbers in a random order, as (training, validation) pairs (a, b)."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(pairs)
+    return pairs[NUM_VAL:], pairs[:NUM_VAL]
+
+
+def make_row(a: int, b: int, split: str, index: int) -> dict:
+    return {
+        "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+        "data_source": "exact",
+        "reward_model": {"ground_truth": str(a + b)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def wrong_carry(a: int, b: int) -> int:
+    """The sum with its carry forgotten, or with one where none is due."""
+    return a + b - 10 if a % 10 + b % 10 > 9 else a + b + 10
+
+
+def encode(tokenizer, pairs, answers):
+    """(ids, labels), each [N, L], padded on the right; labels are -100 but at the answer and its IM_END."""
+    import torch
+
+    ids, labels = [], []
+    for (a, b), answer in zip(pairs, answers):
+        messages = make_row(a, b, "", 0)["prompt"]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        reply = tokenizer(f"{answer}{IM_END}").input_ids
+        ids.append(torch.tensor(prompt + reply))
+        labels.append(torch.tensor([-100] * len(prompt) + reply))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(ids, True, tokenizer.pad_token_id), pad(labels, True, -100)
+
+
+def accuracy(model, ids, labels) -> tuple[float, float]:
+    """(sampled, greedy): the mean probability of the whole right reply at temperature 1, and greedy's share of it."""
+    import torch
+
+    with torch.no_grad():
+        logprobs = model(ids[:, :-1]).logits.log_softmax(-1)  # [N, L-1, V]
+    labels = labels[:, 1:]
+    scored = labels != -100
+    right = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]  # [N, L-1]
+    sampled = torch.where(scored, right, 0.0).sum(1).exp().mean().item()
+    return sampled, ((logprobs.argmax(-1) == labels) | ~scored).all(1).float().mean().item()
+
+
+def supervise(model, ids, labels, lr: float, seed: int, done) -> int:
+    """AdamW steps on random batches of 128 until `done()`, asked every 10 steps; the number of steps."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(seed)
+    first = (labels != -100).any(0).nonzero()[0].item()  # all prompts have one length, so no logits before it
+    for step in range(1, MAX_STEPS + 1):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, step / 20)
+        rows = torch.randint(len(ids), (128,), generator=generator)
+        hidden = model.model(ids[rows, :-1]).last_hidden_state[:, first - 1 :]
+        logits, target = model.lm_head(hidden), labels[rows, first:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 10 == 0 and done():
+            return step
+    raise AssertionError(f"the warm start has not met its criterion after {MAX_STEPS} steps")
+
+
+def warm_start(model, tokenizer, train, val, seed: int) -> None:
+    """The two teachers of the file's docstring; prints what each left behind."""
+    right = [a + b for a, b in train]
+    rng = random.Random(seed)
+    sloppy = [wrong_carry(a, b) if rng.random() < SLOPPY else a + b for a, b in train]
+    held_out = encode(tokenizer, val, [a + b for a, b in val])
+    phases = [
+        ("diligent", right, 4e-3, lambda: accuracy(model, *held_out)[0] >= KNOWS),
+        ("sloppy", sloppy, 1e-3, lambda: accuracy(model, *held_out)[0] <= UNSURE),
+    ]
+    for name, answers, lr, done in phases:
+        start = time.time()
+        steps = supervise(model, *encode(tokenizer, train, answers), lr, seed, done)
+        sampled, greedy = accuracy(model, *held_out)
+        print(f"  {name} teacher: {steps} steps, {time.time() - start:.0f} s; right on validation: "
+              f"{sampled:.1%} sampled at temperature 1, {greedy:.1%} greedy", flush=True)
+
+
+def make(folder: str, seed: int = 0) -> None:
+    """Write model/, train.jsonl and val.jsonl to `folder`, unless this very file has already, with this seed."""
+    with open(__file__, "rb") as file:
+        recipe = hashlib.sha256(file.read() + f" seed {seed}".encode()).hexdigest()
+    marker = os.path.join(folder, "recipe")
+    if os.path.exists(marker) and open(marker).read() == recipe:
+        return print(f"{folder} is ready")
+    strangers = set(os.listdir(folder) if os.path.exists(folder) else ()) - {"model", "train.jsonl", "val.jsonl", "recipe"}
+    if strangers:
+        raise ValueError(f"--folder {folder} would be replaced but holds {sorted(strangers)[0]!r}, not made here")
+
+    print(f"making {folder}: a model that adds two-digit numbers, badly", flush=True)
+    start, temporary = time.time(), f"{folder.rstrip('/')}.{os.getpid()}"
+    os.makedirs(temporary)
+    try:
+        splits = dict(zip(("train", "val"), split_sums(seed)))
+        for split, pairs in splits.items():
+            with open(f"{temporary}/{split}.jsonl", "w") as file:
+                file.writelines(json.dumps(make_row(a, b, split, i)) + "\n" for i, (a, b) in enumerate(pairs))
+        tokenizer = make_tokenizer()
+        model = make_model(tokenizer, seed=seed)
+        warm_start(model, tokenizer, splits["train"], splits["val"], seed)
+        model.save_pretrained(f"{temporary}/model")
+        tokenizer.save_pretrained(f"{temporary}/model")
+        with open(f"{temporary}/recipe", "w") as file:
+            file.write(recipe)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)  # complete or absent, whenever we are stopped
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"made {folder} in {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default="data/quickstart")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    make(args.folder, args.seed)
