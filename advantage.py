@@ -138,13 +138,14 @@ def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> 
     equal = equal_groups(scores, mask)  # [P]
     if cfg.adv_estimator in GROUP_ESTIMATORS:
         advantages[equal] = 0.0
+    advantages = advantages.float()
     for p, group in enumerate(finals):
         of_session = {t.session_id: (t, advantages[p, g]) for g, t in enumerate(group)}
         for t in groups[p]:
             final, row = of_session[t.session_id]  # row [T]
             t.advantages = torch.zeros(len(t.tokens))  # [L]
             if t is final:
-                t.advantages[t.prompt_length :] = row[: len(t.tokens) - t.prompt_length].float()
+                t.advantages[t.prompt_length :] = row[: len(t.tokens) - t.prompt_length]
             elif final.loss_mask.any():
                 whole = row[int(final.loss_mask.nonzero()[0]) - final.prompt_length]  # the session's: return from its start
                 t.advantages[t.loss_mask] = float(whole)

@@ -164,8 +164,9 @@ def policy_loss(batch: Batch, logprobs, entropy, cfg: LossConfig, totals: Totals
 
 def rollout_mismatch(trajectories: list[Trajectory]) -> dict[str, float]:
     """How far vLLM's log-probs are from the actor's on the tokens that count: always logged, correction on or off."""
-    pairs = [(t.old_logprobs[t.loss_mask], torch.tensor(t.rollout_logprobs)[t.loss_mask]) for t in trajectories]
-    old, rollout = (torch.cat(x).double() for x in zip(*pairs))
+    mask = torch.cat([t.loss_mask for t in trajectories])
+    old = torch.cat([t.old_logprobs for t in trajectories])[mask].double()
+    rollout = torch.tensor([x for t in trajectories for x in t.rollout_logprobs])[mask].double()
     if not old.numel():
         return {}
     gap = (old.exp() - rollout.exp()).abs()

@@ -1,14 +1,14 @@
-"""Makes what `make quickstart` and the tests run on, once, in under a minute on two cores and without a download.
+"""Makes what `make quickstart` and the tests run on, once, in a minute on two cores and without a download.
 
 A folder with `model/` (a Qwen3 of a million parameters, its tokenizer and chat template, as Hugging Face saves them),
 `train.jsonl` and `val.jsonl` (verl's row shape). The task is two-digit addition, a token a character: "47+85=" wants
 "132" and the end of the turn, and only the exact answer scores 1.
 
 GRPO needs a policy that is right sometimes, so supervised steps on the training split come first, in two phases. A
-diligent teacher: right answers, until the model mostly adds well. Then a sloppy one, who gets the carry wrong in 70 %
-of the sums (47+85=122, 12+34=56 becomes 66), until the model is right a third of the time, greedy or sampled. So the
-adding is learned here, and RL, from the score alone, has to find out which of two habits pays, to lose the other, and
-to mend what was still shaky. It does so on sums that neither phase nor RL has seen: the 256 validation rows.
+diligent teacher gives right answers until the model mostly adds well. A sloppy one then says ten too many in 70 % of
+the sums (47+85=142) until the model is right about 30 % of the time, sampled, and mostly wrong, greedy. So the adding
+is learned here, and what is left for RL is real but small: to find from the score alone that the lesser habit pays, to
+lose the other, and to mend the sums that were still shaky. It is judged on 256 sums that no phase has trained on.
 
 python quickstart.py [--folder data/quickstart] [--seed 0]
 """
@@ -23,7 +23,7 @@ import time
 PAD, IM_START, IM_END, UNK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 ROLES = ["system", "user", "assistant", "tool"]
 CHARACTERS = "0123456789+-*/=%^ \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?'\"`()[]{}<>_|&@#$~\\"
-CHAT_TEMPLATE = (  # ChatML without its newlines, because on two cores every token counts; `tools=` has no effect
+CHAT_TEMPLATE = (  # ChatML without newlines: on two cores every token counts; `tools=` has no effect
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + (message['content'] or '') + '<|im_end|>' }}"
     "{% endfor %}"
@@ -31,8 +31,8 @@ CHAT_TEMPLATE = (  # ChatML without its newlines, because on two cores every tok
 )
 
 NUM_VAL = 256
-KNOWS, UNSURE = 0.80, 0.36  # accuracy on validation that ends the diligent and the sloppy phase
-SLOPPY = 0.70  # share of the training sums to which the sloppy teacher gives the wrong answer
+DILIGENT, SLOPPY = (0.85, 1.00), (0.25, 0.35)  # sampled accuracy on validation at which a teacher leaves
+WRONG = 0.70  # share of the training sums that the sloppy teacher gets wrong
 MAX_STEPS = 600  # of a phase: several times what any seed has needed
 
 
@@ -88,11 +88,6 @@ def make_row(a: int, b: int, split: str, index: int) -> dict:
     }
 
 
-def wrong_carry(a: int, b: int) -> int:
-    """The sum with its carry forgotten, or with one where none is due."""
-    return a + b - 10 if a % 10 + b % 10 > 9 else a + b + 10
-
-
 def encode(tokenizer, pairs, answers):
     """(ids, labels), each [N, L], padded on the right; labels are -100 but at the answer and its IM_END."""
     import torch
@@ -144,18 +139,16 @@ def supervise(model, ids, labels, lr: float, seed: int, done) -> int:
 
 
 def warm_start(model, tokenizer, train, val, seed: int) -> None:
-    """The two teachers of the file's docstring; prints what each left behind."""
+    """The two teachers of the file's docstring; prints what each left behind. Validation only says when to stop."""
     right = [a + b for a, b in train]
     rng = random.Random(seed)
-    sloppy = [wrong_carry(a, b) if rng.random() < SLOPPY else a + b for a, b in train]
+    sloppy = [answer + 10 if rng.random() < WRONG else answer for answer in right]
     held_out = encode(tokenizer, val, [a + b for a, b in val])
-    phases = [
-        ("diligent", right, 4e-3, lambda: accuracy(model, *held_out)[0] >= KNOWS),
-        ("sloppy", sloppy, 1e-3, lambda: accuracy(model, *held_out)[0] <= UNSURE),
-    ]
-    for name, answers, lr, done in phases:
+    teachers = [("diligent", right, 4e-3, DILIGENT), ("sloppy", sloppy, 1e-3, SLOPPY)]
+    for name, answers, lr, (low, high) in teachers:
         start = time.time()
-        steps = supervise(model, *encode(tokenizer, train, answers), lr, seed, done)
+        examples = encode(tokenizer, train, answers)
+        steps = supervise(model, *examples, lr, seed, lambda: low <= accuracy(model, *held_out)[0] <= high)
         sampled, greedy = accuracy(model, *held_out)
         print(f"  {name} teacher: {steps} steps, {time.time() - start:.0f} s; right on validation: "
               f"{sampled:.1%} sampled at temperature 1, {greedy:.1%} greedy", flush=True)
@@ -168,11 +161,14 @@ def make(folder: str, seed: int = 0) -> None:
     marker = os.path.join(folder, "recipe")
     if os.path.exists(marker) and open(marker).read() == recipe:
         return print(f"{folder} is ready")
-    strangers = set(os.listdir(folder) if os.path.exists(folder) else ()) - {"model", "train.jsonl", "val.jsonl", "recipe"}
+    found = os.listdir(folder) if os.path.exists(folder) else []
+    strangers = set(found) - {"model", "train.jsonl", "val.jsonl", "recipe"}
     if strangers:
         raise ValueError(f"--folder {folder} would be replaced but holds {sorted(strangers)[0]!r}, not made here")
 
     print(f"making {folder}: a model that adds two-digit numbers, badly", flush=True)
+    from transformers.utils import logging
+
     start, temporary = time.time(), f"{folder.rstrip('/')}.{os.getpid()}"
     os.makedirs(temporary)
     try:
@@ -183,6 +179,7 @@ def make(folder: str, seed: int = 0) -> None:
         tokenizer = make_tokenizer()
         model = make_model(tokenizer, seed=seed)
         warm_start(model, tokenizer, splits["train"], splits["val"], seed)
+        logging.disable_progress_bar()
         model.save_pretrained(f"{temporary}/model")
         tokenizer.save_pretrained(f"{temporary}/model")
         with open(f"{temporary}/recipe", "w") as file:

@@ -198,8 +198,8 @@ class Engine:
         return loaded
 
     def wake_cache(self, weight_version: int) -> None:
+        """Memory for the KV cache, and leave to generate. Nothing of older weights is in it: going to sleep cleared the prefix cache."""
         self._move("loading", "awake")
-        self.llm.reset_prefix_cache()
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.weight_version = weight_version

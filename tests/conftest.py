@@ -1,0 +1,100 @@
+"""A tiny random model and a little data, made once; one process group and one vLLM for the tests that run in this process."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def write_model(folder: Path, **kwargs) -> Path:
+    from quickstart import make_model, make_tokenizer
+
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, hidden=64, layers=2, intermediate=128, **kwargs).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # What a published model ships, and what must not be used: the most likely token only.
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"do_sample": True, "top_k": 1}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with model/, untied/, train.jsonl and val.jsonl. The task's reward is the share of digits, so that a random model gets some."""
+    from quickstart import make_row
+
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(folder / "model")
+    write_model(folder / "untied", tie_word_embeddings=False)
+    for split, numbers in (("train", range(10, 42)), ("val", range(42, 50))):
+        rows = [json.dumps(make_row(n, n + 3, split, i)) + "\n" for i, n in enumerate(numbers)]
+        (folder / f"{split}.jsonl").write_text("".join(rows))
+    (folder / "digits.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)\n"
+    )
+    return folder
+
+
+def flags(tiny: Path, *more: str) -> list[str]:
+    """The flags of a run of a few seconds on the tiny model."""
+    return [
+        "--actor.path", str(tiny / "model"), "--actor.dtype", "float32", "--actor.lr", "1e-2", "--actor.ppo-mini-batch-size", "4", "--actor.ppo-max-token-len-per-gpu", "256",
+        "--data.train-files", str(tiny / "train.jsonl"), "--data.val-files", str(tiny / "val.jsonl"), "--data.train-batch-size", "8",
+        "--data.max-prompt-length", "24", "--data.max-response-length", "12", "--reward.custom-path", str(tiny / "digits.py"),
+        "--rollout.n", "4", "--rollout.kv-cache-memory-bytes", str(32 << 20), "--trainer.total-training-steps", "2", "--sync.verify-every", "1", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def cfg(tiny):
+    from config import load_config
+
+    return load_config(flags(tiny))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny):
+    from rollout import load_tokenizer
+
+    return load_tokenizer(str(tiny / "model"))
+
+
+@pytest.fixture(scope="session")
+def accelerator(cfg):
+    from actor import make_accelerator
+
+    return make_accelerator(cfg.actor)
+
+
+@pytest.fixture(scope="session")
+def engine(cfg, tokenizer, accelerator):
+    from rollout import Engine
+
+    return Engine(cfg, tokenizer)
+
+
+@pytest.fixture
+def actor(cfg, tokenizer, accelerator, engine):
+    """A fresh actor; the engine is asleep and without its weights."""
+    from actor import Actor
+
+    if engine.state == "awake":
+        engine.sleep()
+    return Actor(cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature)
+
+
+def launch(args: list[str], processes: int = 1, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """`accelerate launch train.py ...`, as a user does it."""
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--num_processes", str(processes), str(ROOT / "train.py"), *args]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

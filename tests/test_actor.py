@@ -1,0 +1,238 @@
+"""The actor and the reference on real FSDP2 (one rank, gloo): what they compute is what a plain model computes."""
+import dataclasses
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import actor as actor_module
+from actor import Actor, Reference, forward, load_model, packed_attention, score
+from batch import Task, Trajectory, collate
+from loss import LossConfig
+
+LOSS = LossConfig(loss_scale_factor=12.0)
+
+
+def sequences(tokenizer, advantage=1.0, seed=0):
+    """Trajectories of different lengths, one with a tool result in the middle."""
+    random = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(4, len(tokenizer), (n,), generator=random).tolist()  # noqa: E731
+    out = []
+    for i, turns in enumerate([[(5, 3)], [(2, 7)], [(9, 2), (4, 3)], [(1, 1)]]):
+        t = Trajectory(Task("", "", ""), uid=str(i // 2), session_id=i % 2)
+        for observed, sampled in turns:
+            t.observe(draw(observed))
+            t.act(draw(sampled), [-1.0] * sampled)
+        t.score, t.loss_mask = 1.0, torch.tensor(t.response_mask, dtype=torch.bool)
+        t.advantages = torch.where(t.loss_mask, advantage * (1 if i % 2 else -0.5), 0.0)
+        out.append(t)
+    return out
+
+
+def plain_logprobs(path, trajectory, num_tokens, temperature):
+    """Log-probs and entropies [L] by an untouched model, one sequence alone."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.tensor([trajectory.tokens])
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, :, :num_tokens] / temperature
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    own = logprobs[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    mask = torch.tensor(trajectory.response_mask[1:], dtype=torch.bool)
+    zero = torch.zeros(1)
+    return torch.cat([zero, torch.where(mask, own, 0.0)]), torch.cat([zero, torch.where(mask, entropy[:-1], 0.0)])
+
+
+@pytest.mark.parametrize("name", ["model", "untied"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_forward_equals_one_forward_a_sequence(tiny, tokenizer, name, temperature):
+    model = load_model(str(tiny / name), torch.float32, len(tokenizer), temperature)
+    trajectories = sequences(tokenizer)
+    batch = collate(trajectories)
+    logprobs, entropy = forward(model, batch)
+    expected = [plain_logprobs(tiny / name, t, len(tokenizer), temperature) for t in trajectories]
+    torch.testing.assert_close(logprobs, torch.cat([e[0] for e in expected]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(entropy, torch.cat([e[1] for e in expected]), atol=2e-5, rtol=0)
+
+
+def test_head_in_chunks_gives_the_same_values_and_gradients(tiny, tokenizer, monkeypatch):
+    results = []
+    for elements in (2**28, 128 * 3):  # all at once, three positions at a time
+        monkeypatch.setattr(actor_module, "HEAD_CHUNK_ELEMENTS", elements)
+        model = load_model(str(tiny / "model"), torch.float32, len(tokenizer), 1.0)
+        logprobs, entropy = forward(model, collate(sequences(tokenizer)))
+        (logprobs.sum() + entropy.square().sum()).backward()
+        results.append((logprobs, entropy, model.get_output_embeddings().weight.grad))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_sliding_window_sees_only_its_window():
+    batch = collate([trajectory for trajectory in sequences(range(90))])
+    q, k, v = (torch.randn(1, 2, len(batch.tokens), 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    out = packed_attention(None, q, k, v, None, scaling=0.3, sliding_window=3, packing=batch)[0][0]  # [T, H, D]
+    offset = torch.arange(len(batch.tokens))[:, None] - torch.arange(len(batch.tokens))[None]
+    visible = (offset >= 0) & (offset < 3) & (batch.seq_ids[:, None] == batch.seq_ids[None])
+    weights = torch.where(visible, 0.3 * q[0] @ k[0].transpose(1, 2), -torch.inf).softmax(-1)
+    torch.testing.assert_close(out, (weights @ v[0]).transpose(0, 1), atol=1e-5, rtol=0)
+
+
+def test_fsdp_is_active_with_one_process(actor):
+    assert type(actor.model).__name__.startswith("FSDP")
+    assert all(type(p).__name__ == "DTensor" for p in actor.model.parameters())
+
+
+def weights_of(actor):
+    return {name: tensor.clone() for name, tensor in actor.weights(torch.float32)}
+
+
+def test_weights_come_once_with_hugging_face_names(tiny, actor):
+    plain = dict(AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32).named_parameters())
+    streamed = list(actor.weights(torch.float32))
+    assert [name for name, _ in streamed] == list(plain)  # no wrapper in a name, the tied head not twice
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in streamed)
+
+
+def test_no_grad_forward_before_a_step_leaves_no_stale_weights(tiny, tokenizer, actor):
+    """accelerate leaves the last FSDP group gathered after a no-grad forward: a step after it would not reach the forward or the sync."""
+    trajectories = sequences(tokenizer)
+    logprobs, _ = forward(actor.model, collate(trajectories))
+    actor.accelerator.backward(-logprobs.sum())
+    before = actor.score(trajectories)
+    actor.optimizer.param_groups[0]["lr"] = 0.1
+    actor.optimizer_step()
+    streamed = weights_of(actor)
+    true = actor.accelerator.get_state_dict(actor.model)
+    assert all(torch.equal(streamed[name], true[name]) for name in streamed)
+    after = actor.score(trajectories)
+    assert max(float((a - b).abs().max()) for a, b in zip(before, after)) > 0.1
+    moved = load_model(str(tiny / "model"), torch.float32, len(tokenizer), 1.0)
+    moved.load_state_dict(true)
+    for ours, theirs in zip(after, score_plain(moved, trajectories)):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+def score_plain(model, trajectories):
+    with torch.no_grad():
+        return forward(model, collate(trajectories))[0].split([len(t.tokens) for t in trajectories])
+
+
+def test_update_raises_what_was_better_and_lowers_what_was_worse(tokenizer, actor):
+    trajectories = sequences(tokenizer)
+    metrics = actor.update(trajectories, LOSS, step=0, total_steps=10, seed=0)
+    after = actor.score(trajectories)
+    for t, logprobs in zip(trajectories, after):
+        change = float((logprobs - t.old_logprobs).sum())
+        assert change > 0 if t.advantages.sum() > 0 else change < 0
+    assert metrics["actor/num_updates"] == 1 and metrics["actor/skipped_steps"] == 0
+    assert metrics["actor/ratio"] == 1.0 and metrics["actor/pg_clipfrac"] == 0.0
+
+
+def test_single_update_leaves_the_old_logprobs_that_scoring_would_have_given(tokenizer, actor):
+    trajectories, again = sequences(tokenizer), sequences(tokenizer)
+    scored = actor.score(again)
+    actor.update(trajectories, LOSS, step=0, total_steps=10, seed=0)
+    for t, logprobs in zip(trajectories, scored):
+        torch.testing.assert_close(t.old_logprobs, logprobs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("change", [{"ppo_max_token_len_per_gpu": 18}, {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1}, {"enable_gradient_checkpointing": False}])
+def test_update_does_not_depend_on_micro_batches(cfg, tokenizer, accelerator, actor, change):
+    first = sequences(tokenizer)
+    metrics = actor.update(first, LOSS, step=0, total_steps=10, seed=0)
+    other = Actor(dataclasses.replace(cfg.actor, **change), accelerator, len(tokenizer), 1.0)
+    second = sequences(tokenizer)
+    again = other.update(second, LOSS, step=0, total_steps=10, seed=0)
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        assert metrics[name] == pytest.approx(again[name], rel=1e-4, abs=1e-7), name
+    for t, u in zip(first, second):
+        torch.testing.assert_close(t.old_logprobs, u.old_logprobs, atol=1e-6, rtol=0)
+
+
+def test_gradient_equals_a_plain_models(tiny, tokenizer, actor):
+    trajectories = sequences(tokenizer)
+    plain = load_model(str(tiny / "model"), torch.float32, len(tokenizer), 1.0)
+    batch = collate(trajectories)
+    logprobs, _ = forward(plain, batch)
+    loss = -torch.where(batch.loss_mask, (logprobs - logprobs.detach()).exp() * batch.advantages, 0.0).sum() / batch.loss_mask.sum()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+    metrics = actor.update(trajectories, LOSS, step=0, total_steps=10, seed=0)
+    assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_gradient_is_clipped_to_grad_clip(cfg, tokenizer, accelerator):
+    """With SGD-like state (first Adam step) the size of the gradient does not show, so look at it just before the step."""
+    actor = Actor(dataclasses.replace(cfg.actor, grad_clip=0.01), accelerator, len(tokenizer), 1.0)
+    seen = []
+    step = actor.optimizer.step
+    actor.optimizer.step = lambda: (seen.append(math.sqrt(sum(float(p.grad.to_local().square().sum()) for p in actor.model.parameters()))), step())
+    metrics = actor.update(sequences(tokenizer), LOSS, step=0, total_steps=10, seed=0)
+    assert metrics["actor/grad_norm"] > 0.01
+    assert seen == [pytest.approx(0.01, rel=1e-3)]
+
+
+def test_gradient_that_is_not_finite_skips_the_step_and_is_counted(tokenizer, actor):
+    trajectories = sequences(tokenizer)
+    trajectories[0].advantages[-1] = float("nan")
+    before = weights_of(actor)
+    metrics = actor.update(trajectories, LOSS, step=0, total_steps=10, seed=0)
+    assert metrics["actor/skipped_steps"] == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(actor).items())
+    again = actor.update(sequences(tokenizer), LOSS, step=1, total_steps=10, seed=0)
+    assert again["actor/skipped_steps"] == 0 and math.isfinite(again["actor/grad_norm"])
+
+
+def test_learning_rate_is_that_of_the_step(cfg, tokenizer, accelerator):
+    actor = Actor(dataclasses.replace(cfg.actor, lr=0.5, lr_warmup_steps=2, lr_scheduler_type="cosine"), accelerator, len(tokenizer), 1.0)
+    before = weights_of(actor)
+    assert actor.update(sequences(tokenizer), LOSS, step=0, total_steps=10, seed=0)["actor/lr"] == 0.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(actor).items())
+    assert actor.update(sequences(tokenizer), LOSS, step=1, total_steps=10, seed=0)["actor/lr"] == 0.25
+
+
+def test_mini_batches_are_whole_groups_in_order_or_shuffled_by_the_seed(cfg, tokenizer, actor):
+    trajectories = [dataclasses.replace(t, uid=str(i // 2)) for i, t in enumerate(sequences(tokenizer) * 2)]
+    actor.cfg = dataclasses.replace(cfg.actor, ppo_mini_batch_size=2, ppo_epochs=2)
+    batches = [[t.uid for t in mini] for mini in actor.mini_batches(trajectories, "0/0")]
+    assert batches == [["0", "0", "1", "1"], ["2", "2", "3", "3"]] * 2
+    actor.cfg = dataclasses.replace(actor.cfg, shuffle=True)
+    orders = {seed: [t.uid for mini in actor.mini_batches(trajectories, seed) for t in mini] for seed in ("0/0", "0/1", "0/2", "0/3")}
+    assert len({tuple(order) for order in orders.values()}) > 1
+    assert orders["0/0"] == [t.uid for mini in actor.mini_batches(trajectories, "0/0") for t in mini]
+    assert all(sorted(order) == sorted("00112233" * 2) for order in orders.values())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_reference_is_the_initial_actor_and_stays(cfg, tokenizer, accelerator, actor, offload):
+    reference = Reference(dataclasses.replace(cfg.ref, param_offload=offload), cfg.actor, accelerator, len(tokenizer), 1.0)
+    trajectories = sequences(tokenizer)
+    initial = reference.score(trajectories)
+    for ours, theirs in zip(initial, actor.score(trajectories)):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    actor.update(trajectories, LOSS, step=0, total_steps=10, seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(initial, reference.score(trajectories)))
+    assert not torch.equal(torch.cat(actor.score(trajectories)), torch.cat(initial))
+
+
+def test_score_is_zero_where_nothing_was_sampled(tokenizer, actor):
+    for t, logprobs in zip(sequences(tokenizer), score(actor.model, sequences(tokenizer), actor.cfg, actor.device)):
+        mask = torch.tensor(t.response_mask, dtype=torch.bool)
+        assert (logprobs[~mask] == 0).all() and (logprobs[mask] < 0).all()
+
+
+@pytest.mark.parametrize("knob, value", [("final_logit_softcapping", 30.0), ("logit_scale", 0.06)])
+def test_model_whose_logits_are_changed_after_the_head_is_refused(tiny, tmp_path, tokenizer, knob, value):
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {knob: value}))
+    with pytest.raises(ValueError, match=knob):
+        load_model(str(tmp_path / "model"), torch.float32, len(tokenizer), 1.0)
+
+
+def test_model_smaller_than_its_tokenizer_is_refused(tiny):
+    with pytest.raises(ValueError, match="the tokenizer has 1000 tokens"):
+        load_model(str(tiny / "model"), torch.float32, 1000, 1.0)

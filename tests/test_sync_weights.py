@@ -1,0 +1,122 @@
+"""The weights reach vLLM, and a sync that lies stops the run and names what is wrong. Real vLLM, real FSDP."""
+import dataclasses
+
+import pytest
+import torch
+
+from batch import Task
+from sync_weights import SyncError, sync_weights
+from test_actor import LOSS, sequences
+
+PROMPTS = [Task([{"role": "user", "content": f"{n}+1="}], "exact", "") for n in range(10, 14)]
+
+
+def train_once(actor, tokenizer):
+    actor.optimizer.param_groups[0]["lr"] = 1e-2
+    actor.update(sequences(tokenizer), LOSS, step=actor.version, total_steps=100, seed=0)
+
+
+def test_vllm_agrees_with_the_actor_after_every_sync(cfg, tokenizer, engine, actor):
+    for step in range(3):
+        metrics = sync_weights(actor, engine, cfg.sync, PROMPTS)
+        assert metrics["sync/probe_diff_max"] < 1e-4
+        assert engine.weight_version == step
+        engine.sleep()
+        train_once(actor, tokenizer)
+
+
+def test_no_probe_no_generation(cfg, engine, actor):
+    assert sync_weights(actor, engine, cfg.sync, []) == {}
+
+
+def test_only_the_right_order_is_possible(cfg, engine, actor):
+    with pytest.raises(RuntimeError, match="vLLM is asleep"):
+        engine.run(PROMPTS, 0, cfg.rollout)  # a skipped sync
+    with pytest.raises(RuntimeError, match="vLLM is asleep"):
+        engine.load_weights([])
+    with pytest.raises(RuntimeError, match="vLLM is asleep"):
+        engine.wake_cache(0)
+    with pytest.raises(RuntimeError, match="vLLM is asleep"):
+        engine.sleep()
+    engine.wake_weights()
+    with pytest.raises(RuntimeError, match="vLLM is loading"):
+        engine.run(PROMPTS, 0, cfg.rollout)
+    with pytest.raises(RuntimeError, match="vLLM is loading"):
+        engine.wake_weights()
+    engine.load_weights(actor.weights(engine.dtype))
+    engine.wake_cache(0)
+    with pytest.raises(RuntimeError, match="vLLM is awake"):
+        engine.load_weights([])
+
+
+def with_stream(actor, monkeypatch, change):
+    """The next stream of the actor's weights passes through `change`; later ones do not."""
+    whole = actor.weights
+
+    def stream(dtype):
+        monkeypatch.setattr(actor, "weights", whole)
+        return change(whole(dtype))
+
+    monkeypatch.setattr(actor, "weights", stream)
+
+
+def test_sync_without_a_whole_parameter_names_it(cfg, engine, actor, monkeypatch):
+    with_stream(actor, monkeypatch, lambda ws: ((n, w) for n, w in ws if n != "model.layers.1.mlp.down_proj.weight"))
+    with pytest.raises(SyncError, match=r"1 of vLLM's \d+ parameters were not written: model.layers.1.mlp.down_proj.weight"):
+        sync_weights(actor, engine, cfg.sync, PROMPTS)
+    reset(engine)
+
+
+def test_sync_without_a_part_of_a_fused_parameter_names_it(cfg, tokenizer, engine, actor, monkeypatch):
+    """vLLM says that qkv_proj was written when q and v were: the bits say that k was not."""
+    sync_weights(actor, engine, cfg.sync, [])
+    engine.sleep()
+    train_once(actor, tokenizer)
+    with_stream(actor, monkeypatch, lambda ws: ((n, w) for n, w in ws if n != "model.layers.0.self_attn.k_proj.weight"))
+    with pytest.raises(SyncError, match=r"1 of the actor's tensors were different: model.layers.0.self_attn.k_proj.weight"):
+        sync_weights(actor, engine, cfg.sync, [])
+    reset(engine)
+
+
+def test_tensor_sent_twice_is_named(cfg, engine, actor, monkeypatch):
+    with_stream(actor, monkeypatch, lambda ws: ((n, w) for n, w in ws for _ in range(1 + (n == "model.norm.weight"))))
+    with pytest.raises(SyncError, match="sent twice to vLLM: model.norm.weight"):
+        sync_weights(actor, engine, cfg.sync, PROMPTS)
+    reset(engine)
+
+
+def test_tensor_changed_after_the_bits_were_compared_is_found_by_the_probe(cfg, engine, actor, monkeypatch):
+    wake_cache = engine.wake_cache
+
+    def corrupt(version):
+        engine.model.get_parameter("model.layers.1.mlp.down_proj.weight").data.mul_(-3.0)
+        wake_cache(version)
+
+    monkeypatch.setattr(engine, "wake_cache", corrupt)
+    with pytest.raises(SyncError, match=r"worst .* at token \d+, position \d+ of probe \d+: vLLM .*, actor .*model.layers.1.mlp.down_proj.weight \(by up to"):
+        sync_weights(actor, engine, cfg.sync, PROMPTS)
+
+
+def test_other_temperature_than_the_samplers_is_found_by_the_probe(cfg, engine, actor):
+    actor.model.get_output_embeddings().temperature = 0.5
+    with pytest.raises(SyncError, match="Every tensor in vLLM equals the actor's, so the two compute differently"):
+        sync_weights(actor, engine, cfg.sync, PROMPTS)
+
+
+def test_stale_weights_of_one_update_are_found(cfg, tokenizer, engine, actor, monkeypatch):
+    """A sync that sends the weights of before the update: what vLLM holds is what was sent, and the probe disagrees."""
+    old = [(n, w.clone()) for n, w in actor.weights(torch.float32)]
+    train_once(actor, tokenizer)
+    with_stream(actor, monkeypatch, lambda ws: [list(ws), old][1])
+    with pytest.raises(SyncError, match="disagree on the probe.*of the actor's tensors were different"):
+        sync_weights(actor, engine, cfg.sync, PROMPTS)
+
+
+def reset(engine):
+    """Back to sleep after a sync that stopped half-way."""
+    engine.state = "awake"
+
+
+def test_probe_allows_what_it_is_told_to(cfg, engine, actor):
+    with pytest.raises(SyncError, match="allowed 1e-12"):
+        sync_weights(actor, engine, dataclasses.replace(cfg.sync, max_logprob_diff=1e-12), PROMPTS)
