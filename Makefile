@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -1)
 BIN := .venv/bin
-THREADS ?= $(if $(GPU),8,$(shell nproc))
+THREADS ?= $(if $(GPU),8,1)
 
 ifdef GPU
 REQUIREMENTS := requirements.txt

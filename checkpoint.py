@@ -45,9 +45,9 @@ def find(cfg: CheckpointConfig, run_dir: Path) -> Path | None:
     return latest.parent / latest.read_text().strip() if latest.exists() else None
 
 
-def step_of(checkpoint: Path | None) -> int:
-    """Steps done in a checkpoint."""
-    return json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
+def read_state(checkpoint: Path | None) -> dict:
+    """What `save` was given, and the number of steps done; of a fresh start, no steps."""
+    return json.loads((checkpoint / "state.json").read_text()) if checkpoint else {"step": 0}
 
 
 def save(cfg: CheckpointConfig, run_dir: Path, step: int, actor, state: dict) -> Path:
@@ -73,12 +73,10 @@ def save(cfg: CheckpointConfig, run_dir: Path, step: int, actor, state: dict) ->
     return final
 
 
-def load(folder: Path, actor) -> dict:
-    """Restore what `save` wrote into actor and RNGs; returns the state."""
-    state = json.loads((folder / "state.json").read_text())
+def load(folder: Path, actor) -> None:
+    """Restore the weights, optimizer and RNGs that `save` wrote."""
     actor.accelerator.load_state(str(folder))
-    actor.version = state["step"]
-    return state
+    actor.version = read_state(folder)["step"]
 
 
 def export(folder: Path, actor, tokenizer, dtype) -> None:

@@ -15,12 +15,12 @@ import yaml
 
 from actor import ActorConfig, RefConfig
 from advantage import ESTIMATORS, GROUP_ESTIMATORS, AlgorithmConfig
-from agent import AgentConfig
+from agent import AGENTS, AgentConfig
 from checkpoint import CheckpointConfig
 from data import DataConfig
 from log import LogConfig
 from loss import LOSSES, LossConfig
-from reward import RewardConfig
+from reward import RewardConfig, load_reward
 from rollout import RolloutConfig, ValConfig
 from sync_weights import SyncConfig
 
@@ -111,16 +111,21 @@ def yaml_flags(path: str) -> list[str]:
         tree = yaml.safe_load(Path(path).read_text()) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"--config {path} must hold groups of knobs, not {tree!r}")
     groups = {f.name: f.type for f in dataclasses.fields(Config)}
     flags = []
-    for group, knobs in tree.items() if isinstance(tree, dict) else [(tree, None)]:
-        if group not in groups or not isinstance(knobs, dict):
+    for group, knobs in tree.items():
+        knobs = {} if knobs is None else knobs  # a group whose knobs are all commented out
+        if group in groups and not isinstance(knobs, dict):
+            raise ValueError(f"{path}: {group} is a group of knobs, not {knobs!r}")
+        if group not in groups:
             raise ValueError(f"{path}: {group!r} is not a group of knobs{nearest(str(group), groups)}; groups: {', '.join(groups)}")
         known = typing.get_type_hints(groups[group])
         known = {f.name: known[f.name] for f in dataclasses.fields(groups[group])}
         for knob, value in knobs.items():
             if knob not in known:
-                raise ValueError(f"{path}: {group}.{knob} is not a knob{nearest(knob, known)}")
+                raise ValueError(f"{path}: {group}.{knob} is not a knob{nearest(str(knob), known)}")
             flags += to_flag(f"{group}.{knob}", value, known[knob], path)
     return flags
 
@@ -134,6 +139,8 @@ def to_flag(name: str, value, kind, path: str) -> list[str]:
         group, knob = name.split(".")
         return [f"--{name}" if value else f"--{group}.no-{knob}"]
     values = value if isinstance(value, list) else [value]
+    if value is None and type(None) not in typing.get_args(kind):
+        raise ValueError(f"{path}: {name} is empty, where a value of type {kind} is expected")
     if isinstance(value, list) and typing.get_origin(kind) is not tuple:
         raise ValueError(f"{path}: {name}={value!r} is a list, where a value of type {kind} is expected")
     return [f"--{name}", *("None" if v is None else str(v) for v in values)]
@@ -151,9 +158,11 @@ def check(cfg: Config, world_size: int) -> None:
     for knob, value, known in [
         ("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ESTIMATORS),
         ("loss.loss_mode", cfg.loss.loss_mode, LOSSES),
+        ("agent.default_agent_loop", cfg.agent.default_agent_loop, AGENTS),
     ]:
         if value not in known:
             raise ValueError(f"{knob}={value} is not known{nearest(value, known)}; known: {', '.join(known)}")
+    load_reward(cfg.reward)  # the rule's name, or the user's file; the rows' data_sources come later
     if not cfg.actor.path:
         raise ValueError("actor.path is empty: name a Hugging Face model folder or id")
     if not cfg.data.train_files and not cfg.trainer.val_only:

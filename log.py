@@ -32,7 +32,8 @@ class LogConfig:
 class Logger:
     """Rank 0 writes; the other ranks time themselves and stay silent."""
 
-    def __init__(self, cfg: LogConfig, run_dir: Path, rank: int, first_step: int, total_steps: int, settings: dict, wandb_id: str | None = None):
+    def __init__(self, cfg: LogConfig, run_dir: Path, rank: int, steps: tuple[int, int], settings: dict, wandb_id: str | None):
+        first_step, total_steps = steps
         self.cfg, self.run_dir, self.rank, self.total_steps = cfg, run_dir, rank, total_steps
         self.metrics: dict[str, float] = {}
         self.seconds, self.steps_timed, self.started = 0.0, 0, time.perf_counter()

@@ -56,6 +56,8 @@ class LossConfig:
             raise ValueError(f"loss.clip_ratio_c={self.clip_ratio_c} must be above 1")
         if self.rollout_is_threshold <= 0:
             raise ValueError(f"loss.rollout_is_threshold={self.rollout_is_threshold} must be positive")
+        if self.loss_scale_factor is not None and self.loss_scale_factor <= 0:
+            raise ValueError(f"loss.loss_scale_factor={self.loss_scale_factor} must be positive")
         low, high = self.clip_range
         if not 0 <= low <= 1 or high < 0:
             raise ValueError(f"loss.clip_ratio_low={low} must be in 0..1 and loss.clip_ratio_high={high} not negative")

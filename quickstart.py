@@ -1,6 +1,6 @@
 """Makes what `make quickstart` and the tests run on, once, in a minute on two cores and without a download.
 
-A folder with `model/` (a Qwen3 of a million parameters, its tokenizer and chat template, as Hugging Face saves them),
+A folder with `model/` (a Qwen3 of 2.3 million parameters, its tokenizer and chat template, as Hugging Face saves them),
 `train.jsonl` and `val.jsonl` (verl's row shape). The task is two-digit addition, a token a character: "47+85=" wants
 "132" and the end of the turn, and only the exact answer scores 1.
 
@@ -54,7 +54,7 @@ def make_tokenizer():
     return tokenizer
 
 
-def make_model(tokenizer, hidden=192, layers=3, intermediate=384, seed=0, tie_word_embeddings=True):
+def make_model(tokenizer, hidden=256, layers=3, intermediate=768, seed=0, tie_word_embeddings=True):
     """A Qwen3 with random fp32 weights. `hidden` is a multiple of 64: heads have 32 numbers, because vLLM's CPU
     attention does not know 16. As in published models the vocabulary is padded beyond the tokenizer's."""
     import torch
@@ -191,9 +191,24 @@ def make(folder: str, seed: int = 0) -> None:
     print(f"made {folder} in {time.time() - start:.0f} s", flush=True)
 
 
+def write_few_shot(folder: str) -> None:
+    """few_shot_train.jsonl (8192 rows) and few_shot_val.jsonl (512): two-digit additions as plain text after four worked ones,
+    what configs/smollm2_arith.yaml trains on. The same rows for everyone: other systems were measured on them."""
+    rng = random.Random(7)
+    os.makedirs(folder, exist_ok=True)
+    for split, rows in (("train", 8192), ("val", 512)):
+        with open(f"{folder}/few_shot_{split}.jsonl", "w") as file:
+            for _ in range(rows):
+                numbers = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(5)]
+                worked = "".join(f"{a} + {b} = {a + b}\n" for a, b in numbers[:4])
+                a, b = numbers[4]
+                file.write(json.dumps({"prompt": f"{worked}{a} + {b} =", "answer": str(a + b), "data_source": "exact_int"}) + "\n")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="data/quickstart")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--few-shot", metavar="FOLDER", help="only write the data of configs/smollm2_arith.yaml there")
     args = parser.parse_args()
-    make(args.folder, args.seed)
+    write_few_shot(args.few_shot) if args.few_shot else make(args.folder, args.seed)

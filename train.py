@@ -16,7 +16,7 @@ from actor import Actor, Reference, make_accelerator
 from advantage import compute_advantages, set_loss_mask, set_token_level_rewards, update_kl_coef
 from agent import check_agents
 from batch import gather
-from checkpoint import export, find, is_due, load, save, step_of
+from checkpoint import export, find, is_due, load, read_state, save
 from config import Config, load_config, to_yaml
 from data import TaskStream, filter_overlong, load_tasks
 from log import Logger, move_aside, rollout_metrics, validation_metrics
@@ -34,15 +34,15 @@ def train(cfg: Config) -> None:
 
     accelerator = make_accelerator(cfg.actor)
     checkpoint = find(cfg.checkpoint, cfg.run_dir)
-    log = start_log(cfg, accelerator.process_index, checkpoint, total_steps)
+    state = read_state(checkpoint)
+    log = start_log(cfg, accelerator.process_index, checkpoint, state, total_steps)
     engine = Engine(cfg, tokenizer)  # first, since vLLM measures the memory that it finds free
     actor = Actor(cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature)
     reference = Reference(cfg.ref, cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature) if cfg.needs_reference else None
-    first_step, kl_coef = 0, cfg.algorithm.kl_coef
+    first_step, kl_coef = state["step"], state.get("kl_coef", cfg.algorithm.kl_coef)
     if checkpoint:
-        state = load(checkpoint, actor)
+        load(checkpoint, actor)
         stream.load_state_dict(state["stream"])
-        first_step, kl_coef = state["step"], state["kl_coef"]
 
     gc.collect()
     gc.freeze()  # what is there by now stays: collections need not look at it
@@ -90,7 +90,8 @@ def train(cfg: Config) -> None:
 
         if is_due(step + 1, total_steps, cfg.checkpoint.save_freq):
             with log.timer("save_checkpoint"):
-                save(cfg.checkpoint, cfg.run_dir, step + 1, actor, {"stream": stream.state_dict(), "kl_coef": kl_coef})
+                state = {"stream": stream.state_dict(), "kl_coef": kl_coef, "wandb_id": log.wandb and log.wandb.id}
+                save(cfg.checkpoint, cfg.run_dir, step + 1, actor, state)
         if cfg.log.rollout_dump_freq and step % cfg.log.rollout_dump_freq == 0:
             log.dump(f"{step:06d}", trajectories)
         log.end_step(step)
@@ -128,7 +129,7 @@ def validate(cfg: Config, engine: Engine, tasks: list, reward_fn, step: int, log
     return validation_metrics(trajectories)
 
 
-def start_log(cfg: Config, rank: int, checkpoint: Path | None, total_steps: int) -> Logger:
+def start_log(cfg: Config, rank: int, checkpoint: Path | None, state: dict, total_steps: int) -> Logger:
     """The run's folder, with the resolved configuration in it and on the console."""
     if rank == 0:
         aside = None if checkpoint else move_aside(cfg.run_dir)
@@ -137,7 +138,7 @@ def start_log(cfg: Config, rank: int, checkpoint: Path | None, total_steps: int)
         (cfg.run_dir / "config.yaml").write_text(settings)
         print(settings)
         print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {cfg.run_dir} is now in {aside}" if aside else f"a new run in {cfg.run_dir}", flush=True)
-    return Logger(cfg.log, cfg.run_dir, rank, step_of(checkpoint), total_steps, dataclasses.asdict(cfg))
+    return Logger(cfg.log, cfg.run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
 
 
 def relaunch_ranks() -> None:

@@ -92,7 +92,7 @@ def actor(cfg, tokenizer, accelerator, engine):
 def launch(args: list[str], processes: int = 1, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """`accelerate launch train.py ...`, as a user does it."""
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--num_processes", str(processes), str(ROOT / "train.py"), *args]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} | {"WANDB_MODE": "offline"}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 

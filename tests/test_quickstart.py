@@ -1,0 +1,56 @@
+"""The quickstart learns, and what it stands on is made once and the same for everyone."""
+import hashlib
+import json
+
+import pytest
+
+import quickstart
+from conftest import ROOT, launch, read_metrics
+
+
+@pytest.mark.slow
+def test_quickstart_goes_from_a_third_to_nine_tenths_on_unseen_sums(tmp_path):
+    folder = tmp_path / "data"
+    quickstart.make(str(folder))
+    rows = {split: [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()] for split in ("train", "val")}
+    prompts = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
+    assert not prompts["train"] & prompts["val"] and len(prompts["val"]) == 256
+    done = launch(["--config", str(ROOT / "configs" / "quickstart.yaml"), "--log.default-local-dir", str(tmp_path), "--actor.path", str(folder / "model"),
+                   "--data.train-files", str(folder / "train.jsonl"), "--data.val-files", str(folder / "val.jsonl")])  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = read_metrics(tmp_path / "quickstart")
+    assert 0.2 <= metrics[0]["val/exact/mean@1"] <= 0.4
+    assert metrics[-1]["val/exact/mean@1"] > 0.9
+    assert f"val/exact/mean@1: {metrics[0]['val/exact/mean@1']:.4f} before, {metrics[-1]['val/exact/mean@1']:.4f} after" in done.stdout
+
+
+def test_made_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart, "warm_start", lambda *args: None)
+    folder = str(tmp_path / "q")
+    quickstart.make(folder)
+    capsys.readouterr()
+    quickstart.make(folder)
+    assert capsys.readouterr().out == f"{folder} is ready\n"
+    quickstart.make(folder, seed=1)
+    assert "made" in capsys.readouterr().out  # another seed is another recipe
+
+
+def test_folder_of_somebody_elses_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="thesis.tex"):
+        quickstart.make(str(tmp_path))
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_model_has_the_size_that_is_said_and_more_rows_than_tokens():
+    tokenizer = quickstart.make_tokenizer()
+    model = quickstart.make_model(tokenizer)
+    assert 2e6 < sum(p.numel() for p in model.parameters()) < 3e6
+    assert model.config.vocab_size > len(tokenizer)
+    assert tokenizer.decode(tokenizer("47+85=132<|im_end|>").input_ids, skip_special_tokens=True) == "47+85=132"
+
+
+def test_few_shot_rows_are_the_ones_that_other_systems_were_measured_on(tmp_path):
+    quickstart.write_few_shot(str(tmp_path))
+    digest = hashlib.md5((tmp_path / "few_shot_train.jsonl").read_bytes() + (tmp_path / "few_shot_val.jsonl").read_bytes()).hexdigest()
+    assert digest == "149a93c513f05c94c004ffa3f09597d4"

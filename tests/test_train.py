@@ -1,0 +1,186 @@
+"""Whole runs as a user starts them: `accelerate launch train.py ...` with real vLLM and real FSDP on the CPU."""
+import json
+import os
+import subprocess
+
+import psutil
+import pytest
+import yaml
+
+from conftest import flags, launch, read_metrics
+
+TIMES = ("timing_s/", "perf/")
+
+
+def run(tiny, folder, *more, processes=1):
+    """A run of the tiny model in `folder`/run; its metrics and its console."""
+    done = launch([*flags(tiny, "--log.default-local-dir", str(folder)), *more], processes)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return read_metrics(folder / "run"), done.stdout
+
+
+def without_times(metrics):
+    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in metrics]
+
+
+@pytest.fixture(scope="module")
+def one(tiny, tmp_path_factory):
+    """Four steps of two updates, KL in loss and reward against an offloaded reference, a checkpoint after two; the run that others are compared with."""
+    folder = tmp_path_factory.mktemp("one")
+    return folder / "run", *run(tiny, folder, *FOUR_STEPS)
+
+
+FOUR_STEPS = (
+    "--trainer.total-training-steps", "4", "--checkpoint.save-freq", "2", "--loss.use-kl-loss", "--ref.param-offload", "--algorithm.use-kl-in-reward",
+    "--algorithm.kl-ctrl-type", "adaptive", "--loss.rollout-is", "token", "--loss.entropy-coeff", "0.01", "--actor.shuffle", "--trainer.test-freq", "3",
+)  # fmt: skip
+
+
+def test_run_leaves_metrics_rollouts_config_and_checkpoints(one, tiny):
+    run_dir, metrics, console = one
+    assert [record["step"] for record in metrics] == [0, 1, 2, 3, 4]
+    assert [any(name.startswith("val/") for name in record) for record in metrics] == [True, False, False, True, True]  # before, every 3, at the end
+    last = metrics[3]
+    for name in ("reward/mean", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "critic/advantages/mean", "response_length/clip_ratio",
+                 "reward/kl", "reward/frac_zero_std", "correction/k3", "correction/ess", "sync/probe_diff_max", "timing_s/gen", "timing_s/update_actor", "perf/throughput",
+                 "perf/gen_tokens_per_s", "perf/train_tokens_per_s", "perf/max_memory_gb"):  # fmt: skip
+        assert name in last, name
+    assert last["actor/num_updates"] == 2 and last["rollout/weight_version"] == 3
+    assert all(record["sync/probe_diff_max"] < 1e-4 for record in metrics)
+    rollouts = [json.loads(line) for line in (run_dir / "rollouts" / "000003.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 8 * 4 and len({r["key"] for r in rollouts}) == 32
+    assert set(rollouts[0]) >= {"prompt", "response", "ground_truth", "score", "advantage", "finish_reason", "weight_version"}
+    assert sum(r["score"] for r in rollouts) / 32 == pytest.approx(last["reward/mean"])
+    assert len((run_dir / "rollouts" / "val-000004.jsonl").read_text().splitlines()) == 8
+    settings = (run_dir / "config.yaml").read_text()
+    assert settings in console and settings.startswith("# commit ")
+    assert yaml.safe_load(settings)["loss"]["use_kl_loss"] is True
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step-000004"
+    assert "before" in console and "after" in console and f"the run's files are in {run_dir}" in console
+    assert console.count("\nstep ") == 4
+
+
+def test_kl_coefficient_is_steered(one):
+    coefficients = [record["reward/kl_coef"] for record in one[1][:4]]
+    for record, now, then in zip(one[1], coefficients, coefficients[1:]):
+        error = min(max(record["reward/kl"] / 0.1 - 1, -0.2), 0.2)
+        assert then == pytest.approx(now * (1 + error * 32 / 10_000))
+
+
+def test_same_seed_same_numbers(one, tiny, tmp_path):
+    again, _ = run(tiny, tmp_path, *FOUR_STEPS)
+    assert without_times(again) == without_times(one[1])
+
+
+def test_two_ranks_give_the_rewards_and_updates_of_one(one, tiny, tmp_path):
+    two, _ = run(tiny, tmp_path, *FOUR_STEPS, processes=2)
+    keys = [[json.loads(line)["key"] for line in (folder / "rollouts" / "000003.jsonl").read_text().splitlines()] for folder in (one[0], tmp_path / "run")]
+    assert keys[0] == keys[1]
+    for ours, theirs in zip(without_times(two), without_times(one[1])):
+        assert set(ours) == set(theirs)
+        for name, value in theirs.items():
+            exact = name.startswith(("reward/mean", "reward/std", "response_length", "rollout", "val/"))
+            assert ours[name] == (value if exact else pytest.approx(value, rel=2e-3, abs=2e-6)), (theirs["step"], name)
+
+
+def test_resumed_run_is_the_one_that_never_stopped(one, tiny, tmp_path):
+    """The first two steps, as if killed there, then the same command again."""
+    short = [word if word != "4" else "2" for word in FOUR_STEPS]
+    run(tiny, tmp_path, *short)
+    resumed, console = run(tiny, tmp_path, *FOUR_STEPS)
+    assert "resuming from" in console and "step-000002" in console
+    assert without_times(resumed)[2:] == [{k: v for k, v in record.items()} for record in without_times(one[1])[2:]]
+    assert [record["step"] for record in resumed] == [0, 1, 2, 3, 4]
+
+
+def test_export_loads_and_is_the_trained_model(one, tiny, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = AutoModelForCausalLM.from_pretrained(one[0] / "hf")
+    initial = AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()
+    assert AutoTokenizer.from_pretrained(one[0] / "hf").chat_template
+    assert not torch.equal(exported.state_dict()["model.norm.weight"], initial["model.norm.weight"])
+    metrics, _ = run(tiny, tmp_path, "--actor.path", str(one[0] / "hf"), "--trainer.val-only")
+    assert metrics[0]["val/exact/mean@1"] == one[1][-1]["val/exact/mean@1"]
+
+
+def test_untied_model_in_bfloat16_by_rows(tiny, tmp_path):
+    metrics, _ = run(tiny, tmp_path, "--actor.path", str(tiny / "untied"), "--actor.dtype", "bfloat16", "--actor.no-use-dynamic-bsz", "--actor.ppo-micro-batch-size-per-gpu", "5",
+                     "--log.logger", "console", "wandb", "--checkpoint.save-freq", "0")  # fmt: skip
+    assert 1e-5 < metrics[1]["sync/probe_diff_mean"] < 0.1  # bfloat16 really: not float32's agreement
+    assert not (tmp_path / "run" / "checkpoints").exists() and (tmp_path / "run" / "wandb").exists()
+
+
+def test_fresh_start_moves_an_earlier_run_aside(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "old": 1}\n')
+    metrics, console = run(tiny, tmp_path, "--checkpoint.resume", "never", "--trainer.val-only")
+    assert len(metrics) == 1 and "old" not in metrics[0]
+    assert "old" in (tmp_path / "run.1" / "metrics.jsonl").read_text() and "run.1" in console
+
+
+def fails(tiny, tmp_path, *more, processes=1):
+    """Exit code not 0, one line `error: ...` and no traceback; nothing of it is left running. Returns the line."""
+    done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), *more], processes)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == processes, done.stderr[-3000:]
+    assert not any('File "' in line and "train.py" in line for line in done.stderr.splitlines())
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    return lines[0]
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda d, t: ("--data.train-files", "nowhere.jsonl"), ["data.train_files", "nowhere.jsonl"]),
+        (lambda d, t: ("--data.train-files", write(d / "odd.jsonl", {"question": "2+2", "answer": "4"})), ["odd.jsonl line 1", "'prompt'", "question, answer", "data.prompt_key"]),
+        (lambda d, t: ("--data.train-files", write(d / "empty.jsonl")), ["data.train_files", "empty.jsonl", "no rows"]),
+        (lambda d, t: ("--data.train-batch-size", "64"), ["32 rows", "data.train_batch_size=64"]),
+        (lambda d, t: ("--data.max-prompt-length", "3"), ["data.max_prompt_length=3"]),
+        (lambda d, t: ("--actor.path", str(d)), ["actor.path", "no tokenizer"]),
+        (lambda d, t: ("--actor.path", no_template(d, t)), ["row 0", "no chat template"]),
+        (lambda d, t: ("--reward.custom-path", str(d / "no.py")), ["reward.custom_path", "no.py"]),
+    ],
+)
+def test_bad_input_gets_one_line(tiny, tmp_path, change, named):
+    line = fails(tiny, tmp_path, *change(tmp_path, tiny))
+    for words in named:
+        assert words in line
+
+
+def no_template(folder, tiny):
+    import shutil
+
+    shutil.copytree(tiny / "model", folder / "model")
+    (folder / "model" / "chat_template.jinja").unlink()
+    return str(folder / "model")
+
+
+def test_prompt_too_long_for_the_rollout_stops_every_rank(tiny, tmp_path):
+    """With the filter off it is found when the session starts, on the rank that has it; the other must not wait for it."""
+    rows = [{"prompt": [{"role": "user", "content": "1+" * (20 if i == 7 else 2)}], "data_source": "exact", "answer": "3"} for i in range(8)]
+    files = write(tmp_path / "long.jsonl", *rows)
+    done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), "--data.train-files", files, "--data.no-filter-overlong-prompts", "--data.no-shuffle",
+                   "--trainer.no-val-before-train", "--sync.probe-prompts", "1"], processes=2)  # fmt: skip
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: the prompt of row 7 has 45 tokens")]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+
+
+def test_launcher_without_the_number_of_processes_is_refused(tiny):
+    """accelerate's simple launcher starts one process and only sets MASTER_ADDR: never train on one rank in silence."""
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1"}
+    env.pop("LOCAL_RANK", None)
+    import sys
+
+    from conftest import ROOT
+
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *flags(tiny)], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "--num_processes N" in done.stderr
