@@ -55,7 +55,7 @@ def rloo(scores, mask, cfg):
     """s minus the mean of the others in the group (Ahmadian et al. 2024, arXiv:2402.14740)."""
     s, valid, n = session_scores(scores, mask)
     others = (s.sum(1, keepdim=True) - s) / (n - 1).clamp(min=1)  # [P, G]
-    return spread(torch.where(n > 1, s - others, s), mask)
+    return spread(s - others, mask)
 
 
 def opo(scores, mask, cfg):
@@ -71,7 +71,7 @@ def gpg(scores, mask, cfg):
     s, valid, n = session_scores(scores, mask)
     alpha = valid.sum() / ((s != 0) & valid).sum().clamp(min=1)
     mean = torch.where(n > 1, s.sum(1, keepdim=True) / n.clamp(min=1), 0.0)  # [P, 1]
-    return spread(alpha * (s - mean), mask)
+    return spread(torch.where(n > 1, alpha * (s - mean), s), mask)
 
 
 def session_scores(scores, mask):

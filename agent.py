@@ -4,6 +4,7 @@ An agent is `async (task, policy, cfg) -> Trajectory | list[Trajectory]`. `polic
 `policy.encode(messages)` renders a prompt to token ids, `await policy.generate(tokens)` samples a continuation. Tokens in,
 tokens out: what was sampled is never tokenized again. To add an agent, write the coroutine and put it into AGENTS.
 """
+import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,27 @@ class Policy:
 def session_seed(*key) -> int:
     """A sampling seed from what names the session: 63 bits of a hash, so that no two share one, whatever rank or batch they are in."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def load_tokenizer(path: str):
+    """The model's tokenizer. ValueError when the folder or id has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # transformers raises a dozen kinds for the same thing
+        raise ValueError(f"actor.path={path}: no tokenizer loads from it ({type(error).__name__}: {str(error).splitlines()[0]}): name a Hugging Face model folder or id that has one") from error
+
+
+def stop_token_ids(path: str, tokenizer) -> list[int]:
+    """Ends of turn: the tokenizer's, and those that the model's generation_config lists. (Its sampling settings are not used.)"""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    with contextlib.suppress(OSError):  # a model need not have one
+        listed = GenerationConfig.from_pretrained(path).eos_token_id
+        ids |= set(listed) if isinstance(listed, list) else {listed}
+    return sorted(ids - {None})
 
 
 async def single_turn_agent(task, policy, cfg) -> Trajectory:

@@ -84,7 +84,8 @@ def export(folder: Path, actor, tokenizer, dtype) -> None:
     weights = actor.accelerator.get_state_dict(actor.model)
     if dist.get_rank() == 0:
         model = actor.accelerator.unwrap_model(actor.model)
-        model.config.dtype = dtype
         model.save_pretrained(folder, state_dict={name: tensor.to(dtype) for name, tensor in weights.items()})
+        model.config.dtype = dtype  # save_pretrained says the master weights' type
+        model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     actor.accelerator.wait_for_everyone()

@@ -3,10 +3,10 @@
 `train.py --config configs/x.yaml --actor.lr 1e-6`: the file sets, a flag overrides, the dataclass defaults document. Anything
 wrong is a ValueError (or tyro's message, exit code 2) in under three seconds, before a model loads.
 """
+import argparse
 import dataclasses
 import difflib
 import os
-import subprocess
 import typing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,25 +82,13 @@ def load_config(argv: list[str]) -> Config:
     """`[--config FILE] [--group.knob value ...]` to a checked Config. ValueError names the knob, the value and what is allowed."""
     import tyro
 
-    path, flags = split_config_flag(argv)
-    settings = yaml_flags(path) if path else []
+    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    found, flags = parser.parse_known_args(argv)
+    settings = yaml_flags(found.config) if found.config else []
     cfg = tyro.cli(Config, args=settings + flags, prog="train.py", description=f"{Config.__doc__}\n\n--config FILE sets knobs from YAML; flags override it.")
     check(cfg, int(os.environ.get("WORLD_SIZE", 1)))
     return replace(cfg, loss=replace(cfg.loss, loss_scale_factor=cfg.loss.loss_scale_factor or float(cfg.data.max_response_length)))
-
-
-def split_config_flag(argv: list[str]) -> tuple[str | None, list[str]]:
-    path, flags, words = None, [], iter(argv)
-    for word in words:
-        if word == "--config":
-            path = next(words, None)
-            if path is None:
-                raise ValueError("--config needs a YAML file after it")
-        elif word.startswith("--config="):
-            path = word.removeprefix("--config=")
-        else:
-            flags.append(word)
-    return path, flags
 
 
 def yaml_flags(path: str) -> list[str]:
@@ -131,19 +119,14 @@ def yaml_flags(path: str) -> list[str]:
 
 
 def to_flag(name: str, value, kind, path: str) -> list[str]:
-    if isinstance(value, dict):
-        raise ValueError(f"{path}: {name} holds a mapping, where a value of type {kind} is expected")
+    wrong_list = isinstance(value, list) and typing.get_origin(kind) is not tuple
+    wrong_none = value is None and type(None) not in typing.get_args(kind)
+    if isinstance(value, dict) or wrong_list or wrong_none or (kind is bool and not isinstance(value, bool)):
+        raise ValueError(f"{path}: {name}={value!r} must be {'true or false' if kind is bool else f'a value of type {kind}'}")
     if kind is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{path}: {name}={value!r} must be true or false")
         group, knob = name.split(".")
         return [f"--{name}" if value else f"--{group}.no-{knob}"]
-    values = value if isinstance(value, list) else [value]
-    if value is None and type(None) not in typing.get_args(kind):
-        raise ValueError(f"{path}: {name} is empty, where a value of type {kind} is expected")
-    if isinstance(value, list) and typing.get_origin(kind) is not tuple:
-        raise ValueError(f"{path}: {name}={value!r} is a list, where a value of type {kind} is expected")
-    return [f"--{name}", *("None" if v is None else str(v) for v in values)]
+    return [f"--{name}", *("None" if v is None else str(v) for v in (value if isinstance(value, list) else [value]))]
 
 
 def nearest(word: str, known) -> str:
@@ -195,20 +178,3 @@ def notes(cfg: Config) -> list[str]:
     if cfg.rollout.top_p < 1 or cfg.rollout.top_k:
         found.append(f"rollout.top_p={cfg.rollout.top_p}, rollout.top_k={cfg.rollout.top_k}: the actor does not reproduce the cut, so its log-probs and vLLM's differ")
     return found
-
-
-def to_yaml(cfg: Config) -> str:
-    """The resolved configuration, readable by --config again, with the commit that ran it."""
-    tree = dataclasses.asdict(cfg)
-    plain = {group: {k: list(v) if isinstance(v, tuple) else v for k, v in knobs.items()} for group, knobs in tree.items()}
-    return f"# commit {git_commit()}\n" + yaml.safe_dump(plain, sort_keys=False)
-
-
-def git_commit() -> str:
-    here = Path(__file__).parent
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + (" with local changes" if changed else "")

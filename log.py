@@ -1,8 +1,10 @@
 """Where a run leaves its traces: metrics.jsonl, one console line a step, wandb, the rollouts, and the time and memory of each phase."""
 import contextlib
+import dataclasses
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from batch import Trajectory
 
@@ -143,10 +146,25 @@ def keep_lines_before(path: Path, step: int) -> None:
         path.write_text("".join(lines))
 
 
+def to_yaml(cfg) -> str:
+    """The resolved configuration, readable by --config again, with the commit that ran it."""
+    tree = dataclasses.asdict(cfg)
+    plain = {group: {k: list(v) if isinstance(v, tuple) else v for k, v in knobs.items()} for group, knobs in tree.items()}
+    return f"# commit {git_commit()}\n" + yaml.safe_dump(plain, sort_keys=False)
+
+
+def git_commit() -> str:
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + (" with local changes" if changed else "")
+
+
 def dump_record(t: Trajectory) -> dict:
-    advantage = None
-    if t.advantages is not None:
-        advantage = float(t.advantages[t.response_mask.index(1)])
+    advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
     return {
         "key": t.key, "row": t.task.index, "data_source": t.task.data_source, "prompt": t.task.messages, "response": t.response, "ground_truth": t.task.ground_truth,
         "score": None if t.score != t.score else t.score, "score_parts": t.score_parts, "advantage": advantage, "finish_reason": t.finish_reason,

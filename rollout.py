@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from agent import AGENTS, Policy, Reply, session_seed
+from agent import AGENTS, Policy, Reply, session_seed, stop_token_ids
 from batch import Task, Trajectory, prompt_uid, rank_share
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
@@ -284,27 +284,6 @@ class Engine:
             if self.waiting:
                 engine.abort_request(list(self.waiting))
                 self.waiting.clear()
-
-
-def load_tokenizer(path: str):
-    """The model's tokenizer. ValueError when the folder or id has none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # transformers raises a dozen kinds for the same thing
-        raise ValueError(f"actor.path={path}: no tokenizer loads from it ({type(error).__name__}: {str(error).splitlines()[0]}): name a Hugging Face model folder or id that has one") from error
-
-
-def stop_token_ids(path: str, tokenizer) -> list[int]:
-    """Ends of turn: the tokenizer's, and those that the model's generation_config lists. (Its sampling settings are not used.)"""
-    from transformers import GenerationConfig
-
-    ids = {tokenizer.eos_token_id}
-    with contextlib.suppress(OSError):  # a model need not have one
-        listed = GenerationConfig.from_pretrained(path).eos_token_id
-        ids |= set(listed) if isinstance(listed, list) else {listed}
-    return sorted(ids - {None})
 
 
 @contextlib.contextmanager

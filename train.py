@@ -14,15 +14,15 @@ import torch
 
 from actor import Actor, Reference, make_accelerator
 from advantage import compute_advantages, set_loss_mask, set_token_level_rewards, update_kl_coef
-from agent import check_agents
+from agent import check_agents, load_tokenizer
 from batch import gather
 from checkpoint import export, find, is_due, load, read_state, save
-from config import Config, load_config, to_yaml
+from config import Config, load_config
 from data import TaskStream, filter_overlong, load_tasks
-from log import Logger, move_aside, rollout_metrics, validation_metrics
+from log import Logger, move_aside, rollout_metrics, to_yaml, validation_metrics
 from loss import rollout_mismatch
 from reward import check_failures, load_reward, score
-from rollout import Engine, load_tokenizer
+from rollout import Engine
 from sync_weights import sync_weights
 
 

@@ -60,7 +60,7 @@ def cfg(tiny):
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny):
-    from rollout import load_tokenizer
+    from agent import load_tokenizer
 
     return load_tokenizer(str(tiny / "model"))
 

@@ -42,7 +42,8 @@ def values(trajectories):
 
 
 def golden_trajectories(uids):
-    return [make_trajectory(prompt=i + 1, response=m, score=s, uid=uid, session_id=i) for i, (m, s, uid) in enumerate(zip(GOLDEN["mask"], GOLDEN["score"], uids))]
+    rows = enumerate(zip(GOLDEN["mask"], GOLDEN["score"], uids))
+    return [make_trajectory(prompt=i + 1, response=mask, score=score, uid=uid, session_id=i) for i, (mask, score, uid) in rows]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -269,7 +270,8 @@ def test_signs_and_sums_on_random_groups(estimator):
         trajectories = []
         for p in range(rng.randint(1, 4)):
             size = rng.randint(2, 8)
-            trajectories += group([rng.choice([0.0, 0.5, 1.0, rng.random()]) for _ in range(size)], uid=f"{p}", lengths=[rng.randint(1, 6) for _ in range(size)])
+            scores = [rng.choice([0.0, 0.5, 1.0, rng.random()]) for _ in range(size)]
+            trajectories += group(scores, uid=f"{p}", lengths=[rng.randint(1, 6) for _ in range(size)])
         advantages_of(trajectories, estimator)
         for uid in {t.uid for t in trajectories}:
             members = [t for t in trajectories if t.uid == uid]

@@ -118,6 +118,7 @@ def test_pack_uses_no_more_forwards_than_needed():
     assert [len(rank) for rank in pack([10] * 16, 2, 40)] == [2, 2]  # 4 x 10 fill a micro-batch exactly
     assert [len(rank) for rank in pack([10] * 16, 2, None, 4)] == [2, 2]
     assert [len(rank) for rank in pack([10] * 17, 2, None, 4)] == [3, 3]
+    assert [len(rank) for rank in pack([6, 6, 6], 1, 10)] == [3]  # 18 tokens would fit into two of 10, three of 6 do not
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -130,6 +131,11 @@ def test_pack_balances_ranks_in_every_round(num_ranks):
         tokens = [[sum(lengths[i] for i in micro_batch) for micro_batch in rank] for rank in plan]  # [rank][round]
         waited_for = sum(max(one_round) for one_round in zip(*tokens))
         assert waited_for * num_ranks <= 1.01 * sum(lengths), f"seed {seed}: {1 - sum(lengths) / (waited_for * num_ranks):.1%} of the time is spent waiting"
+
+
+def test_pack_deals_back_and_forth():
+    """The largest micro-batches first, and no rank always before the other: 4 + 1 against 3 + 2 tokens."""
+    assert pack([1, 2, 3, 4], 2, None, 1) == [[[3], [0]], [[2], [1]]]
 
 
 def test_pack_is_a_function_of_its_arguments():

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from config import Config, load_config, to_yaml
+from config import Config, load_config
+from log import to_yaml
 
 ROOT = Path(__file__).parent.parent
 COMPLETE = "actor: {path: some/model}\ndata: {train_files: train.jsonl}\n"  # what has no default
@@ -71,7 +72,10 @@ def test_negative_numbers(load):
     assert load("", "--loss.entropy-coeff", "-0.5").loss.entropy_coeff == -0.5
 
 
-@pytest.mark.parametrize("before, flags, after", [("true", [], True), ("false", [], False), ("true", ["--rollout.no-enforce-eager"], False), ("false", ["--rollout.enforce-eager"], True)])
+@pytest.mark.parametrize(
+    "before, flags, after",
+    [("true", [], True), ("false", [], False), ("true", ["--rollout.no-enforce-eager"], False), ("false", ["--rollout.enforce-eager"], True)],
+)
 def test_bools(load, before, flags, after):
     assert load(f"rollout: {{enforce_eager: {before}}}\n", *flags).rollout.enforce_eager is after
 
@@ -84,7 +88,10 @@ def test_none_and_back(load):
     assert load("ref: {path: other/model}\n").ref.path == "other/model"
 
 
-@pytest.mark.parametrize("text, value", [("a.jsonl", ("a.jsonl",)), ("[a.jsonl]", ("a.jsonl",)), ("[a.jsonl, b.parquet]", ("a.jsonl", "b.parquet")), ("[]", ()), ("[with blank.jsonl]", ("with blank.jsonl",))])
+@pytest.mark.parametrize(
+    "text, value",
+    [("a.jsonl", ("a.jsonl",)), ("[a.jsonl]", ("a.jsonl",)), ("[a, b.parquet]", ("a", "b.parquet")), ("[]", ()), ("[with blank.jsonl]", ("with blank.jsonl",))],
+)
 def test_tuples_take_a_list_or_one_value(load, text, value):
     assert load(f"data: {{train_files: x, val_files: {text}}}\n").data.val_files == value
 
@@ -204,21 +211,21 @@ MISTAKES = {  # yaml, flags, and what the message must contain: the knob, the va
     "knob of another group": ("rollout: {lr: 1.0}\n", [], ["rollout.lr"]),
     "a knob that is a number": ("rollout: {1: 2}\n", [], ["rollout.1"]),
     "a group that is a value": ("rollout: 4\n", [], ["rollout", "4"]),
-    "a knob that is a mapping": ("rollout: {n: {x: 1}}\n", [], ["rollout.n", "mapping"]),
+    "a knob that is a mapping": ("rollout: {n: {x: 1}}\n", [], ["rollout.n={'x': 1}", "int"]),
     "a knob that is a list": ("rollout: {n: [1, 2]}\n", [], ["rollout.n=[1, 2]"]),
     "null for a number": ("rollout: {n: null}\n", [], ["rollout.n", "int"]),
     "null for a text": ("log: {experiment_name: null}\n", [], ["log.experiment_name", "str"]),
     "a number for a bool": ("rollout: {enforce_eager: 1}\n", [], ["rollout.enforce_eager=1", "true or false"]),
     "a text for a bool": ("rollout: {enforce_eager: maybe}\n", [], ["rollout.enforce_eager='maybe'", "true or false"]),
-    "B % M": ("data: {train_files: a, train_batch_size: 100}\nactor: {path: m, ppo_mini_batch_size: 64}\n", [], ["data.train_batch_size=100", "actor.ppo_mini_batch_size=64"]),
-    "M above B": ("data: {train_files: a, train_batch_size: 64}\nactor: {path: m, ppo_mini_batch_size: 128}\n", [], ["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"]),
+    "B % M": ("data: {train_files: a, train_batch_size: 100}\n", [], ["data.train_batch_size=100", "actor.ppo_mini_batch_size=64"]),
+    "M above B": ("actor: {path: m, ppo_mini_batch_size: 128}\n", [], ["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"]),
     "adv_estimator": ("", ["--algorithm.adv-estimator", "grppo"], ["algorithm.adv_estimator=grppo", "did you mean grpo?", "rloo"]),
     "loss_mode": ("", ["--loss.loss-mode", "vanila"], ["loss.loss_mode=vanila", "did you mean vanilla?"]),
     "agent": ("", ["--agent.default-agent-loop", "single_turn"], ["agent.default_agent_loop=single_turn", "did you mean single_turn_agent?"]),
     "reward": ("", ["--reward.name", "gsm8"], ["reward.name='gsm8'", "did you mean 'gsm8k'?"]),
     "no reward file": ("", ["--reward.custom-path", "nowhere.py"], ["reward.custom_path='nowhere.py'"]),
     "n of 1": ("rollout: {n: 1}\n", [], ["rollout.n=1", "algorithm.adv_estimator=grpo"]),
-    "budget": ("", ["--actor.ppo-max-token-len-per-gpu", "1000"], ["actor.ppo_max_token_len_per_gpu=1000", "data.max_prompt_length=512", "data.max_response_length=512"]),
+    "budget": ("", ["--actor.ppo-max-token-len-per-gpu", "1000"], ["actor.ppo_max_token_len_per_gpu=1000", "data.max_prompt_length=512", "= 1024 tokens"]),
     "budget without gradient": ("", ["--actor.log-prob-max-token-len-per-gpu", "1023"], ["actor.log_prob_max_token_len_per_gpu=1023", "= 1024 tokens"]),
     "bypass and correction": ("loss: {bypass_mode: true, rollout_is: token}\n", [], ["loss.bypass_mode", "loss.rollout_is=token"]),
     "val_only without rows": ("trainer: {val_only: true}\n", [], ["trainer.val_only", "data.val_files"]),
@@ -254,11 +261,12 @@ def test_an_empty_file_lacks_what_has_no_default(load):
         load("", complete=False)
 
 
-def test_a_missing_file_is_named():
+def test_a_missing_file_is_named(capsys):
     with pytest.raises(ValueError, match=r"--config nowhere\.yaml: there is no such file"):
         load_config(["--config", "nowhere.yaml"])
-    with pytest.raises(ValueError, match="--config needs a YAML file"):
+    with pytest.raises(SystemExit, match="2"):
         load_config(["--rollout.n", "4", "--config"])
+    assert "--config: expected one argument" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("processes", [65, 1000])
@@ -323,7 +331,7 @@ def python(*args, cwd=ROOT):
     return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("flags, part, most_lines", [(["--rollout.n", "1"], "error: rollout.n=1", 1), (["--rollout.n", "many"], "--rollout.n: invalid literal for int() with base 10: 'many'", 9)])
+@pytest.mark.parametrize("flags, part, most_lines", [(["--rollout.n", "1"], "error: rollout.n=1", 1), (["--rollout.n", "many"], "parsing --rollout.n: ", 9)])
 def test_train_says_what_is_wrong_without_a_traceback(tmp_path, flags, part, most_lines):
     (tmp_path / "x.yaml").write_text(COMPLETE)
     run = python(ROOT / "train.py", "--config", tmp_path / "x.yaml", *flags, cwd=tmp_path)

@@ -12,7 +12,19 @@ from actor import ActorConfig, lr_factor
 from advantage import set_loss_mask
 from batch import collate, pack
 from fakes import make_trajectory
-from loss import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossConfig, Totals, correction_weights, count_totals, kl_divergence, policy_loss, rollout_mismatch
+from loss import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    LOSSES,
+    LossConfig,
+    Totals,
+    correction_weights,
+    count_totals,
+    kl_divergence,
+    log_ratio,
+    policy_loss,
+    rollout_mismatch,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 POLICY = GOLDEN["policy_loss"]
@@ -93,14 +105,16 @@ def random_mini_batch(seed=0, size=11):
     trajectories = []
     for i in range(size):
         bits = [1, *(int(rng.random() < 0.7) for _ in range(39 if i == 6 else rng.randint(0, 12)))]
-        numbers = [[rng.uniform(-3, 0) for _ in bits] for _ in range(3)]
-        advantages = [rng.uniform(-2, 2)] * len(bits)
-        score = NAN if i == 3 else 1.0
-        trajectories.append(make_trajectory(rng.randint(1, 5), bits, score, session_id=i, rollout=numbers[0], old=numbers[1], ref=numbers[2], advantages=advantages))
+        fields = {name: [rng.uniform(-3, 0) for _ in bits] for name in ("rollout", "old", "ref")}
+        fields["advantages"] = [rng.uniform(-2, 2)] * len(bits)
+        trajectories.append(make_trajectory(rng.randint(1, 5), bits, NAN if i == 3 else 1.0, session_id=i, **fields))
     set_loss_mask(trajectories)
     generator = torch.Generator().manual_seed(seed)
-    leaves = [[(x.double() + 0.3 * torch.randn(len(x), generator=generator)).requires_grad_() for x in (t.old_logprobs, t.old_logprobs.abs())] for t in trajectories]
-    return trajectories, leaves  # leaves: (logprobs [L], entropy [L]) of each
+
+    def near(x):
+        return (x.double() + 0.3 * torch.randn(len(x), generator=generator)).requires_grad_()
+
+    return trajectories, [(near(t.old_logprobs), near(t.old_logprobs.abs())) for t in trajectories]  # leaves: logprobs [L], entropy [L]
 
 
 def backward(trajectories, leaves, cuts, cfg):
@@ -160,7 +174,7 @@ def test_the_whole_mini_batch_is_by_the_book(knobs):
     expected = by_the_book(trajectories, leaves, cfg)
     flat = [x for pair in leaves for x in pair]
     expected_grads = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(flat, torch.autograd.grad(expected, flat, allow_unused=True))])
-    assert loss == pytest.approx(float(expected), rel=1e-5) == metrics["actor/loss"]
+    assert loss == pytest.approx(expected.item(), rel=1e-5) == metrics["actor/loss"]
     assert torch.allclose(grads, expected_grads, rtol=1e-5, atol=1e-8)
 
 
@@ -207,7 +221,7 @@ def test_a_mini_batch_without_a_token_adds_nothing():
     logprobs = torch.randn(6, requires_grad=True)
     for aggregation in AGGREGATIONS:
         loss, metrics = policy_loss(collate(trajectories), logprobs, torch.zeros(6), LossConfig(loss_agg_mode=aggregation, **KNOBS), count_totals(trajectories))
-        assert float(loss) == 0 and (torch.autograd.grad(loss, logprobs)[0] == 0).all()
+        assert loss.item() == 0 and (torch.autograd.grad(loss, logprobs)[0] == 0).all()
         assert all(math.isfinite(float(x)) for pair in metrics.values() for x in pair)
 
 
@@ -220,7 +234,8 @@ def test_a_mini_batch_without_a_token_adds_nothing():
 def test_what_masked_positions_hold_does_not_matter(mode, kind, fill):
     """0 * NaN is NaN, in the gradient too: masking by multiplication fails here."""
     for aggregation in AGGREGATIONS:
-        cfg = LossConfig(loss_mode=mode, loss_agg_mode=aggregation, use_kl_loss=kind is not None, kl_loss_type=kind or "k3", entropy_coeff=0.1, rollout_is="token", **KNOBS)
+        cfg = combination(aggregation, kind is not None, 0.1, "token", mode)
+        cfg = replace(cfg, kl_loss_type=kind or cfg.kl_loss_type)
         results = []
         for value in (-1.0, fill):
             trajectories, leaves = random_mini_batch()
@@ -230,9 +245,19 @@ def test_what_masked_positions_hold_does_not_matter(mode, kind, fill):
                 getattr(batch, name)[masked] = value
             logprobs, entropy = (torch.where(masked, value, torch.cat([pair[k].detach() for pair in leaves])).requires_grad_() for k in (0, 1))
             loss, metrics = policy_loss(batch, logprobs, entropy, cfg, count_totals(trajectories))
-            results.append((loss.detach(), *torch.autograd.grad(loss, (logprobs, entropy)), torch.tensor([float(x) for pair in metrics.values() for x in pair])))
+            numbers = torch.tensor([float(x) for pair in metrics.values() for x in pair])
+            results.append((loss.detach(), *torch.autograd.grad(loss, (logprobs, entropy)), numbers))
         for finite, filled in zip(*results):
             assert torch.isfinite(filled).all() and torch.equal(finite, filled), aggregation
+
+
+def test_log_ratio_is_zero_at_masked_positions_whatever_they_hold():
+    x = torch.tensor([NAN, INF, -INF, -1.0, -1.0], requires_grad=True)
+    mask = torch.tensor([False, False, False, False, True])
+    for first, second, slope in [(x, torch.tensor([0.0, INF, 0.0, NAN, -1.5]), 1.0), (torch.tensor([0.0, INF, 0.0, NAN, -0.5]), x, -1.0)]:
+        ratio = log_ratio(first, second, mask)
+        assert ratio.tolist() == [0, 0, 0, 0, 0.5]
+        assert torch.autograd.grad(ratio.sum(), x)[0].tolist() == [0, 0, 0, 0, slope]
 
 
 # The policy loss
@@ -283,10 +308,10 @@ def test_the_first_update_has_ratio_one(mode, aggregation):
     """Old log-probs that equal the current ones, or none: the same loss and gradient to the bit."""
     trajectories, leaves = random_mini_batch()
     logprobs = torch.cat([lp.detach() for lp, _ in leaves]).float().requires_grad_()
-    results = []
+    results, cfg = [], LossConfig(loss_mode=mode, loss_agg_mode=aggregation, **KNOBS)
     for old in (None, logprobs.detach().clone()):
         batch = replace(collate(trajectories), old_logprobs=old)
-        loss, metrics = policy_loss(batch, logprobs, torch.zeros_like(logprobs), LossConfig(loss_mode=mode, loss_agg_mode=aggregation, **KNOBS), count_totals(trajectories))
+        loss, metrics = policy_loss(batch, logprobs, torch.zeros_like(logprobs), cfg, count_totals(trajectories))
         (grad,) = torch.autograd.grad(loss, logprobs)
         results.append((loss.detach(), grad))
         if mode == "vanilla":
@@ -331,7 +356,7 @@ def test_entropy_bonus_lowers_the_loss():
     batch, totals = collate(trajectories), count_totals(trajectories)
     without, with_bonus = (policy_loss(batch, logprobs, entropy, LossConfig(entropy_coeff=c), totals)[0] for c in (0.0, 0.5))
     mean = entropy[batch.loss_mask].mean()
-    assert float(with_bonus - without) == pytest.approx(-0.5 * float(mean), rel=1e-5)
+    assert (with_bonus - without).item() == pytest.approx(-0.5 * mean.item(), rel=1e-5)
 
 
 def test_metrics_are_what_their_names_say():
@@ -359,8 +384,9 @@ def difference(function, x, eps=1e-6):
 
 def test_autograd_of_vanilla_agrees_with_finite_differences():
     generator = torch.Generator().manual_seed(0)
-    logprobs, advantages = torch.randn(500, dtype=torch.float64, generator=generator), torch.randn(500, dtype=torch.float64, generator=generator)
-    old, mask, cfg = logprobs + 0.8 * torch.randn(500, dtype=torch.float64, generator=generator), torch.ones(500, dtype=torch.bool), LossConfig(clip_ratio_c=2.0, clip_ratio_high=0.3)
+    logprobs, advantages, noise = torch.randn(3, 500, dtype=torch.float64, generator=generator)
+    old, mask = logprobs + 0.8 * noise, torch.ones(500, dtype=torch.bool)
+    cfg = LossConfig(clip_ratio_c=2.0, clip_ratio_high=0.3)
 
     def loss(x):
         return LOSSES["vanilla"](x, old, advantages, mask, None, cfg)[0]
@@ -427,7 +453,8 @@ def test_rollout_mismatch_by_hand():
 
 
 def test_rollout_mismatch_is_nothing_when_they_agree():
-    assert mismatched([0.4, 0.3, 0.9], [0.4, 0.3, 0.9], (1, 1, 1)) == {"correction/prob_diff_mean": 0, "correction/prob_diff_max": 0, "correction/k3": 0, "correction/ess": 1}
+    metrics = mismatched([0.4, 0.3, 0.9], [0.4, 0.3, 0.9], (1, 1, 1))
+    assert metrics == {"correction/prob_diff_mean": 0, "correction/prob_diff_max": 0, "correction/k3": 0, "correction/ess": 1}
 
 
 def test_rollout_mismatch_without_a_token_says_nothing():

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 import agent as agents
-from agent import session_seed, single_turn_agent
+from agent import session_seed, single_turn_agent, stop_token_ids
 from batch import Task, Trajectory
-from rollout import ValConfig, stop_token_ids
+from rollout import ValConfig
 from sync_weights import sync_weights
 
 TASKS = [Task([{"role": "user", "content": f"{n}+7="}], "exact", "", index=n) for n in range(10, 16)]

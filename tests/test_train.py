@@ -1,13 +1,17 @@
 """Whole runs as a user starts them: `accelerate launch train.py ...` with real vLLM and real FSDP on the CPU."""
 import json
 import os
+import shutil
 import subprocess
+import sys
 
 import psutil
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import flags, launch, read_metrics
+from conftest import ROOT, flags, launch, read_metrics
 
 TIMES = ("timing_s/", "perf/")
 
@@ -94,9 +98,6 @@ def test_resumed_run_is_the_one_that_never_stopped(one, tiny, tmp_path):
 
 
 def test_export_loads_and_is_the_trained_model(one, tiny, tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     exported = AutoModelForCausalLM.from_pretrained(one[0] / "hf")
     initial = AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()
     assert AutoTokenizer.from_pretrained(one[0] / "hf").chat_template
@@ -110,6 +111,8 @@ def test_untied_model_in_bfloat16_by_rows(tiny, tmp_path):
                      "--log.logger", "console", "wandb", "--checkpoint.save-freq", "0")  # fmt: skip
     assert 1e-5 < metrics[1]["sync/probe_diff_mean"] < 0.1  # bfloat16 really: not float32's agreement
     assert not (tmp_path / "run" / "checkpoints").exists() and (tmp_path / "run" / "wandb").exists()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
+    assert exported.dtype == torch.bfloat16 and exported.lm_head.weight is not exported.model.embed_tokens.weight
 
 
 def test_fresh_start_moves_an_earlier_run_aside(tiny, tmp_path):
@@ -156,8 +159,6 @@ def test_bad_input_gets_one_line(tiny, tmp_path, change, named):
 
 
 def no_template(folder, tiny):
-    import shutil
-
     shutil.copytree(tiny / "model", folder / "model")
     (folder / "model" / "chat_template.jinja").unlink()
     return str(folder / "model")
@@ -178,9 +179,5 @@ def test_launcher_without_the_number_of_processes_is_refused(tiny):
     """accelerate's simple launcher starts one process and only sets MASTER_ADDR: never train on one rank in silence."""
     env = os.environ | {"MASTER_ADDR": "127.0.0.1"}
     env.pop("LOCAL_RANK", None)
-    import sys
-
-    from conftest import ROOT
-
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), *flags(tiny)], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "--num_processes N" in done.stderr
