@@ -277,7 +277,7 @@ class Actor:
         model = load_model(cfg.path, torch.float32, num_tokens, temperature)
         optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, fused=self.device.type == "cuda")
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.model.train()
+        self.model.eval()  # no dropout: vLLM has none, and old and current log-probs must be of one policy
         self.version = 0  # training steps done
 
     def score(self, trajectories: list[Trajectory]) -> list[torch.Tensor]:

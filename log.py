@@ -140,9 +140,9 @@ class Logger:
 
 
 def keep_lines_before(path: Path, step: int) -> None:
-    """Drop the records of steps that a resumed run does again."""
+    """Drop the records of steps that a resumed run does again, and one that a kill cut short."""
     if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] < step]
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["step"] < step]
         path.write_text("".join(lines))
 
 

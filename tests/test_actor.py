@@ -85,6 +85,11 @@ def test_fsdp_is_active_with_one_process(actor):
     assert all(type(p).__name__ == "DTensor" for p in actor.model.parameters())
 
 
+def test_dropout_is_off(actor):
+    """A model that drops activations would score its own samples differently each time."""
+    assert not any(module.training for module in actor.model.modules())
+
+
 def weights_of(actor):
     return {name: tensor.clone() for name, tensor in actor.weights(torch.float32)}
 

@@ -91,6 +91,8 @@ def test_resumed_run_is_the_one_that_never_stopped(one, tiny, tmp_path):
     """The first two steps, as if killed there, then the same command again."""
     short = [word if word != "4" else "2" for word in FOUR_STEPS]
     run(tiny, tmp_path, *short)
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "reward/me')  # a line that the kill cut short
     resumed, console = run(tiny, tmp_path, *FOUR_STEPS)
     assert "resuming from" in console and "step-000002" in console
     assert without_times(resumed)[2:] == [{k: v for k, v in record.items()} for record in without_times(one[1])[2:]]
