@@ -15,9 +15,21 @@ from loss import KL_ESTIMATORS, kl_divergence
 @dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
-    """Advantage estimator, a key of ESTIMATORS: grpo, rloo, opo, gpg."""
+    """Advantage estimator, a key of ESTIMATORS: grpo, rloo, opo, gpg, grpo_passk, remax, reinforce_plus_plus, reinforce_plus_plus_baseline."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation (GRPO); off for Dr. GRPO."""
+    gamma: float = 1.0
+    """Discount of reinforce_plus_plus."""
+    filter_groups: bool = False
+    """Dynamic sampling (DAPO): replace groups whose scores are all equal with fresh prompts."""
+    max_num_gen_batches: int = 10
+    """Batches of prompts that filter_groups samples for one step before it gives up."""
+    mask_truncated: bool = False
+    """Leave responses that hit max_response_length out of the loss and of their group's baseline."""
+    overlong_buffer_len: int = 0
+    """Soft overlong punishment (DAPO): the last so many tokens before max_response_length cost up to overlong_penalty_factor."""
+    overlong_penalty_factor: float = 1.0
+    """The reward's loss at max_response_length."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL(old, ref) from each token's reward. Needs the reference model."""
     kl_penalty: str = "k1"
@@ -36,6 +48,8 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.kl_penalty={self.kl_penalty} is not known; known: {', '.join(KL_ESTIMATORS)}")
         if self.kl_ctrl_type not in ("fixed", "adaptive"):
             raise ValueError(f"algorithm.kl_ctrl_type={self.kl_ctrl_type} is not known; known: fixed, adaptive")
+        if self.max_num_gen_batches < 1 or self.overlong_buffer_len < 0 or not 0 <= self.gamma <= 1:
+            raise ValueError(f"algorithm.max_num_gen_batches={self.max_num_gen_batches} must be at least 1, algorithm.overlong_buffer_len={self.overlong_buffer_len} not negative, algorithm.gamma={self.gamma} in 0..1")
         if self.horizon < 1 or self.target_kl <= 0:
             raise ValueError(f"algorithm.horizon={self.horizon} and algorithm.target_kl={self.target_kl} must be positive")
 
@@ -74,6 +88,51 @@ def gpg(scores, mask, cfg):
     return spread(torch.where(n > 1, alpha * (s - mean), s), mask)
 
 
+def reinforce_plus_plus(scores, mask, cfg):
+    """Discounted return-to-go on sampled tokens, whitened over the batch (Hu 2025, arXiv:2501.03262)."""
+    returns, running = torch.zeros_like(scores), torch.zeros_like(scores[..., 0])
+    for t in reversed(range(scores.shape[-1])):
+        step = torch.where(mask[..., t], scores[..., t], 0.0) + cfg.gamma * running
+        running = torch.where(mask[..., t], step, running)  # observations neither earn nor discount
+        returns[..., t] = running
+    return whiten(returns, mask)
+
+
+def reinforce_plus_plus_baseline(scores, mask, cfg):
+    """s minus the group's mean, whitened over the batch's sampled tokens (arXiv:2501.03262)."""
+    s, valid, n = session_scores(scores, mask)
+    mean = torch.where(n > 1, s.sum(1, keepdim=True) / n.clamp(min=1), 0.0)  # [P, 1]
+    return whiten(spread(s - mean, mask), mask)
+
+
+def grpo_passk(scores, mask, cfg):
+    """Only the group's best session, by how much it beats the second (Chen et al. 2025, arXiv:2503.19595)."""
+    s, valid, n = session_scores(scores, mask)
+    ranked = torch.where(valid, s, -torch.inf)  # [P, G]
+    top = ranked.topk(min(2, s.shape[1]), 1)
+    second = torch.where(n > 1, top.values[:, -1:], 0.0)
+    gap = torch.where(n > 0, top.values[:, :1] - second, 0.0)  # [P, 1]
+    if cfg.norm_adv_by_std_in_grpo:
+        mean = s.sum(1, keepdim=True) / n.clamp(min=1)
+        variance = torch.where(valid, (s - mean).square(), 0.0).sum(1, keepdim=True) / (n - 1).clamp(min=1)
+        gap = gap / (torch.where(n > 1, variance.sqrt(), 1.0) + 1e-6)
+    return spread(torch.zeros_like(s).scatter(1, top.indices[:, :1], gap), mask)
+
+
+def remax(scores, mask, cfg):
+    """s minus the reward of a greedy session of the same prompt, which `Trajectory.baseline` holds and the rewards have lost already (Li et al. 2023, arXiv:2310.10505)."""
+    s, _, _ = session_scores(scores, mask)
+    return spread(s, mask)
+
+
+def whiten(values, mask):
+    """Zero mean and unit variance (unbiased) over the batch's sampled tokens."""
+    chosen = values[mask]
+    if chosen.numel() < 2:
+        return torch.where(mask, values, 0.0)
+    return torch.where(mask, (values - chosen.mean()) * (chosen.var() + 1e-8).rsqrt(), 0.0)
+
+
 def session_scores(scores, mask):
     """`(s [P, G], valid [P, G], n [P, 1])`: each session's summed reward (0 where unscored), which are scored, how many a group."""
     valid = mask.any(-1)
@@ -85,11 +144,34 @@ def spread(values, mask):
     return torch.where(mask, values.unsqueeze(-1), 0.0)
 
 
-def set_loss_mask(trajectories: list[Trajectory]) -> None:
+def set_loss_mask(trajectories: list[Trajectory], cfg: AlgorithmConfig = AlgorithmConfig()) -> None:
     """The one effective mask: sampled tokens, of trajectories that have a score. What leaves it leaves loss, denominators and baselines alike."""
     for trajectory in trajectories:
-        scored = trajectory.score == trajectory.score
-        trajectory.loss_mask = torch.tensor(trajectory.response_mask, dtype=torch.bool) & scored  # [L]
+        counts = trajectory.score == trajectory.score and not (cfg.mask_truncated and trajectory.finish_reason == "length")
+        trajectory.loss_mask = torch.tensor(trajectory.response_mask, dtype=torch.bool) & counts  # [L]
+
+
+def punish_overlong(trajectories: list[Trajectory], cfg: AlgorithmConfig, max_response_length: int) -> dict[str, float]:
+    """Take up to overlong_penalty_factor off the scores of responses that end within overlong_buffer_len of the limit (DAPO, arXiv:2503.14476)."""
+    if not cfg.overlong_buffer_len:
+        return {}
+    penalties = []
+    for t in trajectories:
+        excess = len(t.tokens) - t.prompt_length - (max_response_length - cfg.overlong_buffer_len)
+        penalties.append(min(max(excess, 0) / cfg.overlong_buffer_len, 1.0) * cfg.overlong_penalty_factor)
+        t.score -= penalties[-1]
+    return {"reward/overlong_penalty": sum(penalties) / len(penalties)}
+
+
+def informative_groups(trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, int]]:
+    """Trajectories of the groups whose scores differ; and how many groups were kept, solved (equal, positive) and failed."""
+    kept, counts = [], {"kept": 0, "solved": 0, "failed": 0}
+    for group in group_by_prompt(trajectories):
+        scores = [t.score for t in group if t.score == t.score]
+        differs = bool(scores) and min(scores) != max(scores)
+        counts["kept" if differs else "solved" if scores and scores[0] > 0 else "failed"] += 1
+        kept += group if differs else []
+    return kept, counts
 
 
 def set_token_level_rewards(trajectories: list[Trajectory], cfg: AlgorithmConfig, kl_coef: float) -> dict[str, float]:
@@ -99,7 +181,7 @@ def set_token_level_rewards(trajectories: list[Trajectory], cfg: AlgorithmConfig
         mask = trajectory.loss_mask  # [L]
         rewards = torch.zeros(len(mask), dtype=torch.float64)  # [L]
         if mask.any():
-            rewards[mask.nonzero()[-1]] = trajectory.score
+            rewards[mask.nonzero()[-1]] = trajectory.score - trajectory.baseline
             if cfg.use_kl_in_reward:
                 kl = kl_divergence(trajectory.old_logprobs, trajectory.ref_logprobs, cfg.kl_penalty)  # [L]
                 rewards -= kl_coef * torch.where(mask, kl, 0.0)
@@ -171,5 +253,8 @@ def advantage_metrics(advantages, scores, mask, equal) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-ESTIMATORS = {"grpo": grpo, "rloo": rloo, "opo": opo, "gpg": gpg}
-GROUP_ESTIMATORS = {"grpo", "rloo", "opo", "gpg"}  # those with a baseline from the group: they need n > 1
+ESTIMATORS = {
+    "grpo": grpo, "rloo": rloo, "opo": opo, "gpg": gpg, "grpo_passk": grpo_passk, "remax": remax,
+    "reinforce_plus_plus": reinforce_plus_plus, "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}  # fmt: skip
+GROUP_ESTIMATORS = ESTIMATORS.keys() - {"reinforce_plus_plus", "remax"}  # those with a baseline from the group: they need n > 1

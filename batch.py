@@ -49,6 +49,7 @@ class Trajectory:
     num_turns: int = 0
     response: str = ""  # the response as text, without special tokens
     score: float = float("nan")  # NaN: could not be scored; not the same as 0
+    baseline: float = 0.0  # the reward of a greedy session of the same prompt (remax)
     score_parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None  # traceback of the reward that failed
     loss_mask: torch.Tensor | None = None  # [L] bool, response_mask less what is left out of the loss
