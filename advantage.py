@@ -57,12 +57,8 @@ class AlgorithmConfig:
 def grpo(scores, mask, cfg):
     """(s - mean) / (std + 1e-6) in the group, std unbiased (Shao et al. 2024, arXiv:2402.03300); Dr. GRPO without the division (arXiv:2503.20783)."""
     s, valid, n = session_scores(scores, mask)
-    mean = torch.where(n > 1, s.sum(1, keepdim=True) / n.clamp(min=1), 0.0)  # [P, 1]
-    centred = torch.where(valid, s - mean, 0.0)  # [P, G]
-    if not cfg.norm_adv_by_std_in_grpo:
-        return spread(centred, mask)
-    std = torch.where(n > 1, (centred.square().sum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt(), 1.0)  # [P, 1]
-    return spread(centred / (std + 1e-6), mask)
+    centred = s - group_mean(s, n)  # [P, G]
+    return spread(centred / (group_std(s, valid, n) + 1e-6) if cfg.norm_adv_by_std_in_grpo else centred, mask)
 
 
 def rloo(scores, mask, cfg):
@@ -84,8 +80,7 @@ def gpg(scores, mask, cfg):
     """alpha * (s - mean), alpha = rows / rows with a nonzero score over the batch (Chu et al. 2025, arXiv:2504.02546)."""
     s, valid, n = session_scores(scores, mask)
     alpha = valid.sum() / ((s != 0) & valid).sum().clamp(min=1)
-    mean = torch.where(n > 1, s.sum(1, keepdim=True) / n.clamp(min=1), 0.0)  # [P, 1]
-    return spread(torch.where(n > 1, alpha * (s - mean), s), mask)
+    return spread(torch.where(n > 1, alpha * (s - group_mean(s, n)), s), mask)
 
 
 def reinforce_plus_plus(scores, mask, cfg):
@@ -101,8 +96,7 @@ def reinforce_plus_plus(scores, mask, cfg):
 def reinforce_plus_plus_baseline(scores, mask, cfg):
     """s minus the group's mean, whitened over the batch's sampled tokens (arXiv:2501.03262)."""
     s, valid, n = session_scores(scores, mask)
-    mean = torch.where(n > 1, s.sum(1, keepdim=True) / n.clamp(min=1), 0.0)  # [P, 1]
-    return whiten(spread(s - mean, mask), mask)
+    return whiten(spread(s - group_mean(s, n), mask), mask)
 
 
 def grpo_passk(scores, mask, cfg):
@@ -113,16 +107,24 @@ def grpo_passk(scores, mask, cfg):
     second = torch.where(n > 1, top.values[:, -1:], 0.0)
     gap = torch.where(n > 0, top.values[:, :1] - second, 0.0)  # [P, 1]
     if cfg.norm_adv_by_std_in_grpo:
-        mean = s.sum(1, keepdim=True) / n.clamp(min=1)
-        variance = torch.where(valid, (s - mean).square(), 0.0).sum(1, keepdim=True) / (n - 1).clamp(min=1)
-        gap = gap / (torch.where(n > 1, variance.sqrt(), 1.0) + 1e-6)
+        gap = gap / (group_std(s, valid, n) + 1e-6)
     return spread(torch.zeros_like(s).scatter(1, top.indices[:, :1], gap), mask)
 
 
 def remax(scores, mask, cfg):
     """s minus the reward of a greedy session of the same prompt, which `Trajectory.baseline` holds and the rewards have lost already (Li et al. 2023, arXiv:2310.10505)."""
-    s, _, _ = session_scores(scores, mask)
-    return spread(s, mask)
+    return spread(session_scores(scores, mask)[0], mask)
+
+
+def group_mean(s, n):
+    """[P, 1]: mean of the group's scored sessions; 0 for a group of one."""
+    return torch.where(n > 1, s.sum(1, keepdim=True) / n.clamp(min=1), 0.0)
+
+
+def group_std(s, valid, n):
+    """[P, 1]: their unbiased standard deviation; 1 for a group of one."""
+    squares = torch.where(valid, (s - group_mean(s, n)).square(), 0.0).sum(1, keepdim=True)
+    return torch.where(n > 1, (squares / (n - 1).clamp(min=1)).sqrt(), 1.0)
 
 
 def whiten(values, mask):
@@ -163,15 +165,13 @@ def punish_overlong(trajectories: list[Trajectory], cfg: AlgorithmConfig, max_re
     return {"reward/overlong_penalty": sum(penalties) / len(penalties)}
 
 
-def informative_groups(trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, int]]:
-    """Trajectories of the groups whose scores differ; and how many groups were kept, solved (equal, positive) and failed."""
-    kept, counts = [], {"kept": 0, "solved": 0, "failed": 0}
-    for group in group_by_prompt(trajectories):
-        scores = [t.score for t in group if t.score == t.score]
-        differs = bool(scores) and min(scores) != max(scores)
-        counts["kept" if differs else "solved" if scores and scores[0] > 0 else "failed"] += 1
-        kept += group if differs else []
-    return kept, counts
+def set_baselines(trajectories: list[Trajectory], greedy: list[Trajectory]) -> None:
+    """Give every prompt's trajectories the score of its greedy session (remax); without one that has a score they have none either."""
+    for group, of_prompt in zip(group_by_prompt(trajectories), group_by_prompt(greedy)):
+        for trajectory in group:
+            trajectory.baseline = of_prompt[-1].score
+            if trajectory.baseline != trajectory.baseline:
+                trajectory.score, trajectory.error = trajectory.baseline, of_prompt[-1].error
 
 
 def set_token_level_rewards(trajectories: list[Trajectory], cfg: AlgorithmConfig, kl_coef: float) -> dict[str, float]:

@@ -5,6 +5,8 @@ Letters, the same in every file: P prompts · G sessions a prompt · L tokens of
 log-prob at t is that of token t.
 """
 import heapq
+import os
+import sys
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +110,22 @@ class Batch:
         return len(self.cu_seqlens) - 1
 
 
+def relaunch_ranks() -> None:
+    """On a machine without GPUs `accelerate launch --num_processes N` starts one process, silently. Become N of them.
+
+    It leaves MASTER_ADDR but no rank in the environment; how many were asked for stands only in its command line.
+    """
+    if torch.cuda.is_available() or "LOCAL_RANK" in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    import psutil
+
+    words = psutil.Process(os.getppid()).cmdline()
+    asked = [(word + "=" + after).split("=")[1] for word, after in zip(words, [*words[1:], ""]) if word.split("=")[0] == "--num_processes"]
+    if not asked:
+        raise ValueError("accelerate starts one process on a machine without GPUs, whatever its configuration says: put --num_processes N on its command line")
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked[0]}", *sys.argv])
+
+
 def prompt_uid(*key) -> str:
     """UUID of a prompt in a step, from what names it (run seed, step, place): the same after a restart, another one in every other step."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, repr(key)))
@@ -135,6 +153,14 @@ def group_by_prompt(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
     for trajectory in trajectories:
         groups.setdefault(trajectory.uid, []).append(trajectory)
     return list(groups.values())
+
+
+def group_kind(group: list[Trajectory]) -> str:
+    """informative: its scores differ; otherwise solved (all equal and positive) or failed (the rest)."""
+    scores = [t.score for t in group if t.score == t.score]
+    if scores and min(scores) != max(scores):
+        return "informative"
+    return "solved" if scores and scores[0] > 0 else "failed"
 
 
 def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: int | None = None) -> list[list[list[int]]]:

@@ -70,8 +70,9 @@ class Config:
     @property
     def old_logprobs_from(self) -> str:
         """Where a step's old log-probs come from. With one update a step its own forward gives them: they equal the current ones."""
-        one_update = self.actor.ppo_epochs * self.data.train_batch_size == self.actor.ppo_mini_batch_size
-        return "rollout" if self.loss.bypass_mode else "update" if one_update and not self.algorithm.use_kl_in_reward else "actor"
+        many_updates = self.actor.ppo_epochs * self.data.train_batch_size > self.actor.ppo_mini_batch_size
+        needed_before = many_updates or self.algorithm.use_kl_in_reward or self.loss.rollout_rs != "none"
+        return "rollout" if self.loss.bypass_mode else "actor" if needed_before else "update"
 
     @property
     def run_dir(self) -> Path:
@@ -156,17 +157,16 @@ def check(cfg: Config, world_size: int) -> None:
         raise ValueError(f"data.train_batch_size={batch} is not a multiple of actor.ppo_mini_batch_size={mini}: a step is a whole number of mini-batches")
     if batch < world_size or mini * n < world_size:
         raise ValueError(f"{world_size} processes are too many for data.train_batch_size={batch} prompts a step and actor.ppo_mini_batch_size={mini} x rollout.n={n} trajectories an update: each process needs one of both")
-    if n == 1 and cfg.algorithm.adv_estimator in GROUP_ESTIMATORS:
-        raise ValueError(f"rollout.n=1 gives algorithm.adv_estimator={cfg.algorithm.adv_estimator} no group to compare in: set rollout.n to 2 or more")
+    if n == 1 and (cfg.algorithm.adv_estimator in GROUP_ESTIMATORS or cfg.algorithm.filter_groups):
+        raise ValueError(f"rollout.n=1 gives algorithm.adv_estimator={cfg.algorithm.adv_estimator} or filter_groups no group to compare in: set rollout.n to 2 or more")
     for knob in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu") if cfg.actor.use_dynamic_bsz else ():
         budget = getattr(cfg.actor, knob)
         if budget is not None and budget < longest:
             raise ValueError(f"actor.{knob}={budget} is smaller than one sequence, data.max_prompt_length={cfg.data.max_prompt_length} + data.max_response_length={cfg.data.max_response_length} = {longest} tokens")
-    if cfg.loss.bypass_mode and cfg.loss.rollout_is != "none":
-        raise ValueError(f"loss.rollout_is={cfg.loss.rollout_is} corrects from rollout to old log-probs, but loss.bypass_mode makes them the same: turn one off")
-    if int(os.environ.get("RANK", 0)) == 0:
-        for note in notes(cfg):
-            print(f"note: {note}")
+    if cfg.loss.bypass_mode and (cfg.loss.rollout_is, cfg.loss.rollout_rs) != ("none", "none"):
+        raise ValueError(f"loss.rollout_is={cfg.loss.rollout_is} and loss.rollout_rs={cfg.loss.rollout_rs} correct from rollout to old log-probs, but loss.bypass_mode makes them the same: turn one off")
+    for note in notes(cfg) if int(os.environ.get("RANK", 0)) == 0 else ():
+        print(f"note: {note}")
 
 
 def notes(cfg: Config) -> list[str]:

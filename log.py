@@ -139,6 +139,18 @@ class Logger:
             self.wandb.finish()
 
 
+def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps: int) -> Logger:
+    """The run's folder, with the resolved configuration in it and on the console."""
+    if rank == 0:
+        aside = None if checkpoint else move_aside(cfg.run_dir)
+        cfg.run_dir.mkdir(parents=True, exist_ok=True)
+        settings = to_yaml(cfg)
+        (cfg.run_dir / "config.yaml").write_text(settings)
+        print(settings)
+        print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {cfg.run_dir} is now in {aside}" if aside else f"a new run in {cfg.run_dir}", flush=True)
+    return Logger(cfg.log, cfg.run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
+
+
 def keep_lines_before(path: Path, step: int) -> None:
     """Drop the records of steps that a resumed run does again, and one that a kill cut short."""
     if path.exists():

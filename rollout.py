@@ -224,13 +224,16 @@ class Engine:
         assert len(reply.tokens) == len(reply.logprobs), f"vLLM gave {len(reply.tokens)} tokens and {len(reply.logprobs)} log-probs"
         return reply
 
-    def run(self, tasks: list[Task], step: int, sampling: RolloutConfig | ValConfig) -> list[Trajectory]:
-        """sampling.n sessions of each task of this rank's share, in one continuously batched loop; trajectories in submission order."""
+    def run(self, tasks: list[Task], step: int, sampling: RolloutConfig | ValConfig, place: int = 0) -> list[Trajectory]:
+        """sampling.n sessions of each task of this rank's share, in one continuously batched loop; trajectories in submission order.
+
+        tasks[0] is prompt number `place` of the step: uids and seeds follow from it.
+        """
         if self.state != "awake":
             raise RuntimeError(f"vLLM is {self.state}: it generates between a sync of the weights and the next sleep")
         first, share = rank_share(tasks)
         sessions = []
-        for index, task in enumerate(share, first):
+        for index, task in enumerate(share, place + first):
             prompts: dict = {}  # what the sessions of a prompt encode once
             sessions += [self._session(task, prompts, index, session_id, step, sampling) for session_id in range(sampling.n)]
         return [trajectory for output in self.drive(sessions) for trajectory in output]

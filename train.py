@@ -3,26 +3,26 @@
 One process a GPU. Each step: the weights go to vLLM, vLLM samples, sleeps, rewards are computed, the batch is gathered, and
 from there every rank holds the same list: old (and reference) log-probs, advantages, and the actor's updates.
 """
-import dataclasses
 import gc
 import os
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from actor import Actor, Reference, make_accelerator
-from advantage import compute_advantages, set_loss_mask, set_token_level_rewards, update_kl_coef
+from advantage import compute_advantages, punish_overlong, set_baselines, set_loss_mask, set_token_level_rewards, update_kl_coef
 from agent import check_agents, load_tokenizer
-from batch import gather
+from batch import Trajectory, gather, group_by_prompt, group_kind, relaunch_ranks
 from checkpoint import export, find, is_due, load, read_state, save
 from config import Config, load_config
 from data import TaskStream, filter_overlong, load_tasks
-from log import Logger, move_aside, rollout_metrics, to_yaml, validation_metrics
-from loss import rollout_mismatch
+from log import Logger, rollout_metrics, start_log, validation_metrics
+from loss import reject_mismatched, rollout_mismatch
 from reward import check_failures, load_reward, score
-from rollout import Engine
+from rollout import Engine, ValConfig
 from sync_weights import sync_weights
 
 
@@ -60,22 +60,18 @@ def train(cfg: Config) -> None:
             log.end_step(step)
             break
 
-        tasks = stream.next_batch()  # [P], the same on every rank
-        with log.timer("gen"):
-            trajectories = engine.run(tasks, step, cfg.rollout)  # this rank's share of the prompts, G sessions each
+        trajectories = sample(cfg, engine, stream, reward_fn, step, log)  # from here on the same list on every rank
         with log.timer("sleep"):
             engine.sleep()
-        with log.timer("reward"):
-            score(trajectories, reward_fn, tokenizer, cfg.reward)
-            trajectories = gather(trajectories)  # from here on the same list on every rank, in submission order
-            log.add(check_failures(trajectories, cfg.reward))
-            set_loss_mask(trajectories)
+        log.add(punish_overlong(trajectories, cfg.algorithm, cfg.data.max_response_length))
+        set_loss_mask(trajectories, cfg.algorithm)
 
         if cfg.old_logprobs_from != "update":
             with log.timer("old_log_prob"):
                 bypass = cfg.old_logprobs_from == "rollout"
                 for t, logprobs in zip(trajectories, [torch.tensor(t.rollout_logprobs) for t in trajectories] if bypass else actor.score(trajectories)):
                     t.old_logprobs = logprobs
+            log.add(reject_mismatched(trajectories, cfg.loss))
         if reference:
             with log.timer("ref"):
                 for t, logprobs in zip(trajectories, reference.score(trajectories)):
@@ -113,6 +109,35 @@ def load_data(cfg: Config, tokenizer):
     return train_tasks, val_tasks, load_reward(cfg.reward, {t.data_source for t in train_tasks + val_tasks})
 
 
+def sample(cfg: Config, engine: Engine, stream: TaskStream, reward_fn, step: int, log: Logger) -> list[Trajectory]:
+    """A step's scored trajectories, train_batch_size groups of rollout.n sessions: the same list on every rank, in submission order.
+
+    Dynamic sampling (filter_groups) replaces groups whose scores are all equal by fresh prompts, for a bounded number of batches.
+    """
+    kept, counts, tried = [], Counter(), 0
+    most, wanted = cfg.algorithm.max_num_gen_batches if cfg.algorithm.filter_groups else 1, cfg.data.train_batch_size
+    while len(kept) < wanted:
+        if tried == most:
+            raise ValueError(f"algorithm.max_num_gen_batches={most} batches gave {len(kept)} groups with different scores, {wanted} are needed; {counts['solved']} groups were solved, {counts['failed']} failed: change the data, or raise it")
+        tasks = stream.next_batch()  # [P]
+        with log.timer("gen"):
+            own = engine.run(tasks, step, cfg.rollout, tried * wanted)  # this rank's prompts, G sessions each
+            greedy = engine.run(tasks, step, ValConfig()) if cfg.algorithm.adv_estimator == "remax" else []
+        with log.timer("reward"):
+            score(own + greedy, reward_fn, engine.tokenizer, cfg.reward)
+            set_baselines(own, greedy)
+            trajectories = gather(own)
+            log.add(check_failures(trajectories, cfg.reward))
+        groups = group_by_prompt(trajectories)
+        kinds = [group_kind(group) for group in groups]
+        counts, tried = counts + Counter(kinds), tried + 1
+        kept += [g for g, kind in zip(groups, kinds) if kind == "informative" or not cfg.algorithm.filter_groups]
+        if not cfg.algorithm.filter_groups:
+            break
+    log.add({f"rollout/groups_{kind}": counts[kind] for kind in ("informative", "solved", "failed")} | {"rollout/gen_batches": tried})
+    return [t for group in kept[:wanted] for t in group]
+
+
 def validation_is_due(cfg: Config, step: int, total_steps: int) -> bool:
     """After `step` steps: before the first when asked for, every test_freq, and always at the end."""
     if step == 0:
@@ -127,34 +152,6 @@ def validate(cfg: Config, engine: Engine, tasks: list, reward_fn, step: int, log
     trajectories = gather(trajectories)
     log.dump(f"val-{step:06d}", trajectories)
     return validation_metrics(trajectories)
-
-
-def start_log(cfg: Config, rank: int, checkpoint: Path | None, state: dict, total_steps: int) -> Logger:
-    """The run's folder, with the resolved configuration in it and on the console."""
-    if rank == 0:
-        aside = None if checkpoint else move_aside(cfg.run_dir)
-        cfg.run_dir.mkdir(parents=True, exist_ok=True)
-        settings = to_yaml(cfg)
-        (cfg.run_dir / "config.yaml").write_text(settings)
-        print(settings)
-        print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {cfg.run_dir} is now in {aside}" if aside else f"a new run in {cfg.run_dir}", flush=True)
-    return Logger(cfg.log, cfg.run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
-
-
-def relaunch_ranks() -> None:
-    """On a machine without GPUs `accelerate launch --num_processes N` starts one process, silently. Become N of them.
-
-    It leaves MASTER_ADDR but no rank in the environment; how many were asked for stands only in its command line.
-    """
-    if torch.cuda.is_available() or "LOCAL_RANK" in os.environ or "MASTER_ADDR" not in os.environ:
-        return
-    import psutil
-
-    words = psutil.Process(os.getppid()).cmdline()
-    asked = [(word + "=" + after).split("=")[1] for word, after in zip(words, [*words[1:], ""]) if word.split("=")[0] == "--num_processes"]
-    if not asked:
-        raise ValueError("accelerate starts one process on a machine without GPUs, whatever its configuration says: put --num_processes N on its command line")
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked[0]}", *sys.argv])
 
 
 def main() -> None:

@@ -6,8 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from advantage import ESTIMATORS, GROUP_ESTIMATORS, AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards, update_kl_coef
+from advantage import (
+    ESTIMATORS,
+    GROUP_ESTIMATORS,
+    AlgorithmConfig,
+    compute_advantages,
+    punish_overlong,
+    set_baselines,
+    set_loss_mask,
+    set_token_level_rewards,
+    update_kl_coef,
+)
 from fakes import make_trajectory
+from loss import LossConfig, count_totals, reject_mismatched
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())["advantage"]
 CASES = list(GOLDEN["expected_at_last_valid_token"])
@@ -91,7 +102,8 @@ def test_equal_scores_teach_exactly_nothing(estimator, score, size, norm):
     trajectories = group([score] * size) + group([1.0, 0.0], uid="b")
     metrics = advantages_of(trajectories, estimator, norm_adv_by_std_in_grpo=norm)
     assert all((t.advantages == 0).all() for t in trajectories[:size])
-    assert all((t.advantages[t.loss_mask] != 0).all() for t in trajectories[size:]), "the other group lost its advantage"
+    learning = trajectories[size : size + 1] if estimator == "grpo_passk" else trajectories[size:]  # grpo_passk: the best alone
+    assert all((t.advantages[t.loss_mask] != 0).all() for t in learning), "the other group lost its advantage"
     assert metrics["reward/frac_zero_std"] == 0.5
     assert metrics["reward/frac_zero_std_positive"] == (0.5 if score > 0 else 0)
 
@@ -100,10 +112,11 @@ def test_equal_scores_teach_exactly_nothing(estimator, score, size, norm):
 def test_scores_that_differ_a_little_are_not_taken_for_equal(estimator):
     trajectories = group([0.5, 0.5, 0.5001])
     assert advantages_of(trajectories, estimator)["reward/frac_zero_std"] == 0
-    assert value(trajectories[2]) > 0 > value(trajectories[0])
+    assert value(trajectories[2]) > 0
+    assert value(trajectories[0]) == 0 if estimator == "grpo_passk" else value(trajectories[0]) < 0
 
 
-@pytest.mark.parametrize("estimator", WITH_BASELINE)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_nan_scores_get_nothing_and_change_nothing(estimator):
     """As if the sessions that could not be scored had never been: neither the group's nor the batch's statistics see them."""
     scores, lengths = [1.0, NAN, 0.0, 0.25, NAN], [3, 9, 2, 5, 1]
@@ -124,14 +137,14 @@ def test_nan_beside_equal_scores_is_still_an_equal_group(estimator):
     assert values(trajectories) == [0.0] * 16
 
 
-@pytest.mark.parametrize("estimator", WITH_BASELINE)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_step_of_unscorable_sessions_survives(estimator):
     trajectories = group([NAN, NAN])
     metrics = advantages_of(trajectories, estimator)
     assert values(trajectories) == [0, 0] and all(math.isfinite(v) for v in metrics.values())
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "grpo_passk", "remax"])
 @pytest.mark.parametrize("others", [[], [NAN, NAN]])
 def test_a_group_of_one_keeps_its_score(estimator, others):
     trajectories = group([0.75, *others])
@@ -139,7 +152,7 @@ def test_a_group_of_one_keeps_its_score(estimator, others):
     assert value(trajectories[0]) == pytest.approx(0.75, rel=2e-6)
 
 
-@pytest.mark.parametrize("estimator", WITH_BASELINE)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_groups_do_not_depend_on_the_order_of_trajectories(estimator):
     trajectories = group([1, 0, 0.5], lengths=[2, 5, 3]) + group([0, 3], uid="b")
     advantages_of(trajectories, estimator)
@@ -149,7 +162,7 @@ def test_groups_do_not_depend_on_the_order_of_trajectories(estimator):
     assert {t.key: value(t) for t in trajectories} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("estimator", WITH_BASELINE)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_last_output_stands_for_its_session(estimator):
     """Session 0 has three outputs, in no order; their own scores (9, 5) take part in nothing, the advantage goes to each on its own mask."""
     first = make_trajectory(score=9.0, index=0, response=(1, 0, 0, 1, 1, 1), prompt=2)
@@ -164,7 +177,7 @@ def test_the_last_output_stands_for_its_session(estimator):
     assert value(first) == value(middle) == value(last) != 0
 
 
-@pytest.mark.parametrize("estimator", WITH_BASELINE)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_session_whose_last_output_has_no_score_teaches_nothing(estimator):
     trajectories = [make_trajectory(score=1.0, index=0), make_trajectory(score=NAN, index=1), *group([0, 0, 1, 1])[1:]]
     advantages_of(trajectories, estimator)
@@ -174,7 +187,7 @@ def test_a_session_whose_last_output_has_no_score_teaches_nothing(estimator):
     assert values(trajectories[2:]) == pytest.approx(values(alone))
 
 
-@pytest.mark.parametrize("estimator", WITH_BASELINE)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_unscorable_output_of_a_scored_session_stays_out_of_the_loss(estimator):
     trajectories = [make_trajectory(score=NAN, index=0), make_trajectory(score=1.0, index=1), *group([0, 0])[1:]]
     advantages_of(trajectories, estimator)
@@ -275,9 +288,142 @@ def test_signs_and_sums_on_random_groups(estimator):
         advantages_of(trajectories, estimator)
         for uid in {t.uid for t in trajectories}:
             members = [t for t in trajectories if t.uid == uid]
-            a, weights = values(members), [t.response_length if estimator == "opo" else 1 for t in members]
-            assert sum(x * w for x, w in zip(a, weights)) == pytest.approx(0, abs=1e-5), "a baseline leaves a group's (opo: length-weighted) sum at 0"
             best, worst = max(members, key=lambda t: t.score), min(members, key=lambda t: t.score)
-            assert value(best) >= 0 >= value(worst)
+            if estimator == "grpo_passk":
+                assert value(best) >= 0 and all(value(t) == 0 for t in members if t is not best), "only the best session may have an advantage"
+            elif estimator != "reinforce_plus_plus_baseline":  # whitening moves the whole batch
+                a, weights = values(members), [t.response_length if estimator == "opo" else 1 for t in members]
+                assert sum(x * w for x, w in zip(a, weights)) == pytest.approx(0, abs=1e-5), "a baseline leaves a group's (opo: length-weighted) sum at 0"
+                assert value(best) >= 0 >= value(worst)
             ranked = sorted(members, key=lambda t: t.score)
             assert all(value(x) <= value(y) + 1e-6 for x, y in zip(ranked, ranked[1:])), "a better score must not have a smaller advantage"
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitened_advantages_have_mean_zero_and_unbiased_variance_one_over_the_batchs_tokens(estimator):
+    trajectories = group([1, 0, 0.5, NAN], lengths=[2, 5, 3, 9]) + group([0, 3], uid="b", lengths=[4, 1])
+    advantages_of(trajectories, estimator)
+    whole = torch.cat([t.advantages[t.loss_mask] for t in trajectories]).double()
+    assert len(whole) == 15 and float(whole.mean()) == pytest.approx(0, abs=1e-6) and float(whole.var()) == pytest.approx(1, abs=1e-6)
+
+
+# By hand
+
+
+def test_reinforce_plus_plus_by_hand():
+    """Returns 0.9 and 1 around an observation that neither earns nor discounts, and 0: mean 1.9 / 3, unbiased variance 0.91 / 3."""
+    good, bad = make_trajectory(response=(1, 0, 1), score=1.0), make_trajectory(prompt=1, response=(1,), score=0.0, session_id=1)
+    advantages_of([good, bad], "reinforce_plus_plus", gamma=0.9)
+    std = (0.91 / 3) ** 0.5
+    assert good.advantages.tolist() == pytest.approx([0, 0, 0, (0.9 - 1.9 / 3) / std, 0, (1 - 1.9 / 3) / std], rel=1e-5)
+    assert value(bad) == pytest.approx(-1.9 / 3 / std, rel=1e-5)
+
+
+def test_reinforce_plus_plus_does_not_look_at_observations():
+    scores = torch.tensor([[[0.0, 7.0, 1.0], [0.0, NAN, NAN]]], dtype=torch.float64)
+    mask = torch.tensor([[[True, False, True], [True, False, False]]])
+    advantages = ESTIMATORS["reinforce_plus_plus"](scores, mask, AlgorithmConfig(gamma=0.9))
+    assert advantages[mask].tolist() == pytest.approx([0.484182, 0.665750, -1.149932], abs=1e-5) and (advantages[~mask] == 0).all()
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    """s - mean is 0.5 (1 token), -0.5 (3 tokens), 1 and -1 (1 token each): over six tokens mean -1/6, unbiased variance 17/30."""
+    trajectories = group([1, 0], lengths=[1, 3]) + group([2, 0], uid="b", lengths=[1, 1])
+    advantages_of(trajectories, "reinforce_plus_plus_baseline")
+    assert values(trajectories) == pytest.approx([(x + 1 / 6) / (17 / 30) ** 0.5 for x in (0.5, -0.5, 1, -1)], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scores, std, expected",
+    [
+        ([0.25, 1.0, 0.5], False, [0, 0.5, 0]),
+        ([0.25, 1.0, 0.5], True, [0, 1.309304, 0]),  # unbiased std 0.381881
+        ([NAN, 0.25, 1.0, 0.5], True, [0, 0, 1.309304, 0]),
+        ([1.0, 1.0, 0.0], True, [0, 0, 0]),  # the best two tie
+        ([-1.0, -3.0], False, [2, 0]),
+        ([0.75], True, [0.75]),
+        ([NAN, 0.75], True, [0, 0.75]),
+    ],
+)
+def test_grpo_passk_by_hand(scores, std, expected):
+    trajectories = group(scores)
+    advantages_of(trajectories, "grpo_passk", norm_adv_by_std_in_grpo=std)
+    assert values(trajectories) == pytest.approx(expected, abs=2e-6)
+
+
+def test_remax_by_hand():
+    """Against the greedy session of the same prompt: sessions that are equally good still learn when it was worse."""
+    trajectories = group([1.0, 0.25, NAN]) + group([1.0, 1.0], uid="b") + group([1.0, 0.0], uid="c")
+    set_baselines(trajectories, [make_trajectory(score=s, uid=uid) for uid, s in [("a", 0.5), ("b", 0.25), ("c", NAN)]])
+    advantages_of(trajectories, "remax")
+    assert values(trajectories) == pytest.approx([0.5, -0.25, 0, 0.75, 0.75, 0, 0])
+    assert not any(t.loss_mask.any() for t in trajectories[5:]), "a prompt whose greedy session has no score has no advantage either"
+
+
+def test_the_estimators_that_have_no_baseline_do_not_read_it():
+    trajectories = group([1.0, 0.0])
+    advantages_of(trajectories, "rloo")
+    assert [t.baseline for t in trajectories] == [0, 0] and values(trajectories) == [1, -1]
+
+
+# What leaves the mask
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_truncated_responses_leave_loss_and_baseline_when_asked_to(estimator):
+    trajectories = group([1.0, 0.0, 0.25, 0.75], lengths=[2, 4, 3, 1])
+    trajectories[1].finish_reason, trajectories[2].finish_reason = "length", "stop"
+    cfg = AlgorithmConfig(adv_estimator=estimator)
+    set_loss_mask(trajectories, cfg)
+    assert count_totals(trajectories).tokens == 10, "off unless asked for"
+    without = group([1.0, 0.25, 0.75], lengths=[2, 3, 1])
+    for ts in (trajectories, without):
+        set_loss_mask(ts, AlgorithmConfig(mask_truncated=True))
+        set_token_level_rewards(ts, cfg, 0.0)
+        compute_advantages(ts, cfg)
+    assert count_totals(trajectories) == count_totals(without)
+    assert value(trajectories[1]) == 0
+    assert [value(trajectories[i]) for i in (0, 2, 3)] == pytest.approx(values(without))
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_wholly_rejected_session_leaves_its_groups_baseline(estimator, kind):
+    cfg = AlgorithmConfig(adv_estimator=estimator)
+
+    def make(scores):
+        ts = [make_trajectory(score=s, session_id=i, rollout=[-1.0] * 3, old=[-1.0 if s != 9 else -3.0] * 3) for i, s in enumerate(scores)]
+        set_loss_mask(ts)
+        rejected = reject_mismatched(ts, LossConfig(rollout_rs=kind))["correction/rejected_frac"]
+        set_token_level_rewards(ts, cfg, 0.0)
+        compute_advantages(ts, cfg)
+        return ts, rejected
+
+    (with_it, rejected), (without, none) = make([1.0, 9.0, 0.25]), make([1.0, 0.25])
+    assert (rejected, none) == (pytest.approx(1 / 3), 0)
+    assert count_totals(with_it) == count_totals(without)
+    assert value(with_it[1]) == 0 and values([with_it[0], with_it[2]]) == values(without)
+
+
+def test_a_session_keeps_its_score_when_its_last_token_is_rejected():
+    t = make_trajectory(score=1.0, rollout=[-1.0] * 3, old=[-1.0, -1.0, -3.0])
+    set_loss_mask([t])
+    reject_mismatched([t], LossConfig(rollout_rs="token"))
+    set_token_level_rewards([t], AlgorithmConfig(), 0.0)
+    assert t.token_level_rewards.tolist() == [0, 0, 0, 0, 1, 0]
+
+
+def test_overlong_responses_are_punished_by_hand():
+    """Limit 10, buffer 4: nothing up to 6 tokens, then a quarter of the factor a token, and no more than the whole."""
+    lengths = [1, 6, 7, 8, 10, 12]
+    trajectories = group([1.0] * 6, lengths=lengths) + [make_trajectory(prompt=9, response=(1, 1, 0, 0, 0, 1, 1, 1), score=1.0), make_trajectory(score=NAN, response=(1,) * 10)]
+    metrics = punish_overlong(trajectories, AlgorithmConfig(overlong_buffer_len=4, overlong_penalty_factor=0.5), max_response_length=10)
+    penalties = [0, 0, 0.125, 0.25, 0.5, 0.5, 0.25]  # the last counts the tool's answer too, not the prompt
+    assert [1 - t.score for t in trajectories[:7]] == pytest.approx(penalties)
+    assert math.isnan(trajectories[7].score)
+    assert metrics == {"reward/overlong_penalty": pytest.approx((sum(penalties) + 0.5) / 8)}
+
+
+def test_without_a_buffer_nothing_is_punished():
+    trajectories = group([1.0], lengths=[50])
+    assert punish_overlong(trajectories, AlgorithmConfig(), 10) == {} and trajectories[0].score == 1.0

@@ -125,6 +125,35 @@ def test_fresh_start_moves_an_earlier_run_aside(tiny, tmp_path):
     assert "old" in (tmp_path / "run.1" / "metrics.jsonl").read_text() and "run.1" in console
 
 
+@pytest.mark.parametrize("recipe", ["dapo", "dr_grpo", "gspo", "cispo", "reinforce_pp", "rloo"])
+def test_recipe_runs(tiny, tmp_path, recipe):
+    """The published settings on the tiny model: sizes from `flags`, everything else from the file."""
+    more = ["--algorithm.overlong-buffer-len", "4"] if recipe == "dapo" else ["--rollout.n", "1"] if recipe == "reinforce_pp" else []
+    done = launch(["--config", str(ROOT / "configs" / f"{recipe}.yaml"), *flags(tiny, "--log.default-local-dir", str(tmp_path), "--log.experiment-name", "run"), *more])
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = read_metrics(tmp_path / "run")
+    updated = [record for record in metrics if "actor/grad_norm" in record]
+    assert len(updated) == 2 and all(record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0 for record in updated)
+    assert all(record["sync/probe_diff_max"] < 0.5 for record in metrics)
+    if recipe == "dapo":
+        assert all(record["reward/frac_zero_std"] == 0 and record["reward/overlong_penalty"] > 0 for record in updated)
+
+
+def test_dynamic_sampling_gives_up_with_counts(tiny, tmp_path):
+    """A random model never adds: every group's scores are equal, and two batches of eight is all that may be tried."""
+    line = fails(tiny, tmp_path, "--reward.custom-path", "None", "--algorithm.filter-groups", "--algorithm.max-num-gen-batches", "2", "--trainer.no-val-before-train")
+    assert "algorithm.max_num_gen_batches=2" in line and "0 groups with different scores, 8 are needed; 0 groups were solved, 16 failed" in line
+
+
+def test_remax_compares_with_a_greedy_session(tiny, tmp_path):
+    metrics, _ = run(tiny, tmp_path, "--algorithm.adv-estimator", "remax", "--loss.rollout-rs", "token", "--loss.rollout-rs-threshold-low", "0.99999999", "--loss.rollout-rs-threshold-high", "1.00000001")
+    assert metrics[0]["actor/num_updates"] == 2 and 0 < metrics[0]["correction/rejected_frac"] < 1
+    rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "000000.jsonl").read_text().splitlines()]
+    for group in [rollouts[i : i + 4] for i in range(0, 32, 4)]:
+        baselines = {round(r["score"] - r["advantage"], 4) for r in group if r["advantage"]}
+        assert len(baselines) <= 1, "all sessions of a prompt are compared with the same one"
+
+
 def fails(tiny, tmp_path, *more, processes=1):
     """Exit code not 0, one line `error: ...` and no traceback; nothing of it is left running. Returns the line."""
     done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), *more], processes)
