@@ -11,7 +11,7 @@ REQUIREMENTS := requirements-cpu.txt
 PYTHON := $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 endif
 
-.PHONY: quickstart test install
+.PHONY: quickstart test prove mutate install
 
 quickstart: install
 	$(BIN)/python quickstart.py
@@ -19,6 +19,12 @@ quickstart: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+prove: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_proofs.py tests/test_loss.py tests/test_advantage.py
+
+mutate: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutate.py
 
 install: .venv/$(REQUIREMENTS)
 

@@ -17,6 +17,7 @@ from advantage import (
     set_token_level_rewards,
     update_kl_coef,
 )
+from batch import group_kind
 from fakes import make_trajectory
 from loss import LossConfig, count_totals, reject_mismatched
 
@@ -427,3 +428,20 @@ def test_overlong_responses_are_punished_by_hand():
 def test_without_a_buffer_nothing_is_punished():
     trajectories = group([1.0], lengths=[50])
     assert punish_overlong(trajectories, AlgorithmConfig(), 10) == {} and trajectories[0].score == 1.0
+
+
+@pytest.mark.parametrize(
+    "scores, kind",
+    [
+        ([1.0, 0.0], "informative"),
+        ([0.5, NAN, 0.25], "informative"),
+        ([-1.0, -2.0], "informative"),
+        ([1.0, 1.0, NAN], "solved"),
+        ([0.3] * 7, "solved"),
+        ([0.0, 0.0], "failed"),
+        ([-1.0, -1.0], "failed"),
+        ([NAN, NAN], "failed"),
+    ],
+)
+def test_kind_of_a_group(scores, kind):
+    assert group_kind(group(scores)) == kind

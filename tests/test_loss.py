@@ -400,17 +400,22 @@ def with_ratios(*ratios, response=None, session_id=0):
 
 
 @pytest.mark.parametrize(
-    "kind, kept",  # in the band 0.5..2; of the third the mean of logs is that of 1.0, of the fourth of 2.25
-    [("none", ["0111", "01101", "011", "011", "01"]), ("token", ["0101", "01100", "000", "001", "00"]), ("sequence", ["0111", "01101", "011", "000", "00"])],
+    "kind, kept",  # in the band 0.5..2; of the third the geometric mean is 1, of the fourth 2.25, of the last 1.6 (its product is 2.56)
+    [
+        ("none", ["0111", "01101", "011", "011", "01", "011"]),
+        ("token", ["0101", "01100", "000", "001", "00", "011"]),
+        ("sequence", ["0111", "01101", "011", "000", "00", "011"]),
+    ],
 )
 def test_rejected_tokens_and_sequences_leave_the_mask(kind, kept):
     """Observations (here of ratio 100) are looked at by neither; bounds are pi_actor / pi_vLLM."""
     trajectories = [with_ratios(1.0, 2.2, 0.6), with_ratios(1.0, 1.9, 100.0, 0.4, response=(1, 1, 0, 1)), with_ratios(4.0, 0.25), with_ratios(2.7, 1.875), with_ratios(0.45)]
+    trajectories.append(with_ratios(1.6, 1.6))
     set_loss_mask(trajectories)
     metrics = reject_mismatched(trajectories, LossConfig(rollout_rs=kind))
     assert ["".join(str(int(x)) for x in t.loss_mask) for t in trajectories] == kept
     left = sum(mask.count("1") for mask in kept)
-    assert metrics == ({} if kind == "none" else {"correction/rejected_frac": pytest.approx(1 - left / 11)})
+    assert metrics == ({} if kind == "none" else {"correction/rejected_frac": pytest.approx(1 - left / 13)})
     assert count_totals(trajectories) == Totals(tokens=left, seqs=sum("1" in mask for mask in kept))
 
 

@@ -1,0 +1,155 @@
+"""Do the tests notice? Seeded bugs, each a replacement in one line, and the test that must catch it: `make mutate`.
+
+The repository is copied, one bug at a time is put into the copy, and the named test must fail. Prints a table; exits 1 when a bug survives.
+"""
+import collections
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401 - once, here: every test runs in a fork of this process, which imports none of the repository
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 150  # for one test
+Bug = collections.namedtuple("Bug", "what file old new test")
+
+RATIO = "(torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs, 0.0)).clamp(-20, 20)"
+GAP = "d = log_ratio(old_logprobs, rollout_logprobs, mask).detach()"
+RANKS = "test_proofs.py::test_the_gradient_does_not_depend_on_the_ranks"
+CUT = "test_proofs.py::test_the_gradient_does_not_depend_on_the_cut"
+FORWARD = "test_actor.py::test_packed_forward_equals_one_forward_a_sequence"
+
+BUGS = [
+    Bug("micro-batch's own totals", "actor.py", "loss_cfg, totals)", "loss_cfg, count_totals([mini_batch[i] for i in indices or [0]]))", "test_actor.py::test_update_does_not_depend_on_micro_batches"),
+    Bug("token-mean over the micro-batch", "loss.py", "mask / max(totals.tokens, 1)\n", "mask / mask.sum().clamp(min=1)\n", CUT),
+    Bug("sequences of the micro-batch", "loss.py", "[seq_ids] / max(totals.seqs, 1)", "[seq_ids] / num_seqs", CUT),
+    Bug("factor world size dropped", "actor.py", "backward(loss * dist.get_world_size())", "backward(loss)", RANKS + "[2]"),
+    Bug("rank without work trains", "actor.py", "batch.loss_mask = torch.zeros_like(batch.loss_mask)", "pass", RANKS + "[3]"),
+    Bug("shift off by one", "actor.py", "logits_to_keep=sampled - 1", "logits_to_keep=sampled", FORWARD),
+    Bug("temperature forgotten", "actor.py", ".float() / temperature", ".float()", FORWARD),
+    Bug("padding of the vocabulary in the softmax", "actor.py", "[:, :num_tokens].float()", ".float()", FORWARD),
+    Bug("positions not reset", "batch.py", "torch.arange(len(seq_ids)) - cu_seqlens[seq_ids]", "torch.arange(len(seq_ids))", "test_batch.py::test_collate_puts_sequences_end_to_end"),
+    Bug("tool tokens trained on", "batch.py", "self._append(tokens, 0, ", "self._append(tokens, 1, ", "test_batch.py::test_observe_and_act_write_the_docstrings_example"),
+    Bug("uid without the step", "batch.py", "repr(key)", "repr((key[0], *key[2:]))", "test_batch.py::test_prompt_uids_differ_in_every_part_and_do_not_run_together"),
+    Bug("submission order lost", "batch.py", "items[first : (rank + 1) * len(items) // world_size]", "items[rank::world_size]", "test_batch.py::test_rank_shares_are_the_whole_in_order_and_even"),
+    Bug("token budget not kept", "batch.py", "if tokens + lengths[i] > max_tokens:", "if False:", "test_batch.py::test_pack_holds_its_promises_on_random_lengths"),
+    Bug("min and max flipped", "loss.py", "torch.maximum(plain, clipped)", "torch.minimum(plain, clipped)", "test_loss.py::test_clipping_is_asymmetric_and_one_sided"),
+    Bug("clip low and high swapped", "loss.py", "-advantages * ratio.clamp(1 - low, 1 + high)", "-advantages * ratio.clamp(1 - high, 1 + low)", "test_proofs.py::test_golden_policy_loss"),
+    Bug("dual clip dropped", "loss.py", "torch.where(dual, -advantages * dual_clip, loss)", "loss", "test_loss.py::test_dual_clip_bounds_negative_advantages_only"),
+    Bug("gspo: gradient of the mean too", "loss.py", "mask), mask, seq_ids).detach()", "mask), mask, seq_ids)", "test_proofs.py::test_finite_differences_agree_with_the_gradient_of_the_loss"),
+    Bug("cispo: not clipped", "loss.py", "-clipped * advantages * logprobs", "-ratio * advantages * logprobs", "test_loss.py::test_cispo_by_hand"),
+    Bug("sapo: temperatures swapped", "loss.py", "advantages > 0, cfg.tau_pos, cfg.tau_neg", "advantages > 0, cfg.tau_neg, cfg.tau_pos", "test_loss.py::test_sapo_by_hand"),
+    Bug("geo_mean: clip not sign-aware", "loss.py", "torch.where(advantages > 0, d.clamp(max=high), d.clamp(min=-low))", "d.clamp(-low, high)", "test_loss.py::test_geo_mean_by_hand"),
+    Bug("dppo_tv: wrong side masked", "loss.py", "moved <= high, moved >= -low", "moved >= -low, moved <= high", "test_loss.py::test_dppo_tv_by_hand"),
+    Bug("gpg: sign", "loss.py", "return -advantages * logprobs, {}", "return advantages * logprobs, {}", "test_proofs.py::test_one_step_raises_what_was_good_and_lowers_what_was_bad"),
+    Bug("entropy bonus: sign", "loss.py", "total - cfg.entropy_coeff", "total + cfg.entropy_coeff", "test_loss.py::test_entropy_bonus_lowers_the_loss"),
+    Bug("KL: sign", "loss.py", "(ref_logprobs - logprobs).clamp", "(logprobs - ref_logprobs).clamp", "test_loss.py::test_kl_by_hand"),
+    Bug("KL: gradient of k3+ is k3's", "loss.py", "value = with_gradient + (value - with_gradient).detach()", "pass", "test_proofs.py::test_finite_differences_agree_with_the_gradient_of_kl"),
+    Bug("loss * mask", "loss.py", "return torch.where(mask, x, 0.0)", "return x * mask", "test_proofs.py::test_what_masked_positions_hold_does_not_matter"),
+    Bug("ratio * mask", "loss.py", RATIO, "((logprobs - old_logprobs) * mask).clamp(-20, 20)", "test_loss.py::test_log_ratio_is_zero_at_masked_positions_whatever_they_hold"),
+    Bug("first ratio against vLLM's log-probs", "loss.py", "logprobs.detach() if batch.old", "batch.rollout_logprobs if batch.old", "test_proofs.py::test_the_first_update_has_ratio_one"),
+    Bug("loss over all tokens", "loss.py", "    mask = batch.loss_mask\n", "    mask = torch.ones_like(batch.loss_mask)\n", "test_proofs.py::test_observations_have_no_gradient"),
+    Bug("correction inverted", "loss.py", GAP, "d = log_ratio(rollout_logprobs, old_logprobs, mask).detach()", "test_proofs.py::test_golden_rollout_correction"),
+    Bug("correction not detached", "loss.py", GAP, GAP.removesuffix(".detach()"), "test_proofs.py::test_golden_rollout_correction"),
+    Bug("correction not truncated", "loss.py", "d.exp().clamp(max=cfg.rollout_is_threshold)", "d.exp()", "test_proofs.py::test_golden_rollout_correction"),
+    Bug("rejected tokens in the denominator", "loss.py", "int(t.loss_mask.sum()) for t in trajectories]", "sum(t.response_mask) for t in trajectories]", "test_loss.py::test_rejected_tokens_leave_numerator_and_denominator"),
+    Bug("rejection by the sum of a sequence", "loss.py", "ratio[t.loss_mask].mean()", "ratio[t.loss_mask].sum()", "test_loss.py::test_rejected_tokens_and_sequences_leave_the_mask"),
+    Bug("biased std", "advantage.py", "(squares / (n - 1).clamp(min=1)).sqrt()", "(squares / n.clamp(min=1)).sqrt()", "test_advantage.py::test_golden_through_compute_advantages"),
+    Bug("rloo: no leave-one-out", "advantage.py", "(s.sum(1, keepdim=True) - s) / (n - 1).clamp(min=1)", "s.sum(1, keepdim=True) / n.clamp(min=1)", "test_advantage.py::test_golden_through_compute_advantages"),
+    Bug("opo: length ignored", "advantage.py", "length = mask.sum(-1)", "length = mask.any(-1)", "test_advantage.py::test_golden_through_compute_advantages"),
+    Bug("NaN scores counted in the mean", "advantage.py", "valid, valid.sum(1, keepdim=True)", "valid, valid.sum(1, keepdim=True) * 0 + valid.shape[1]", "test_advantage.py::test_nan_scores_get_nothing_and_change_nothing"),
+    Bug("unscorable trajectories in the loss", "advantage.py", "counts = trajectory.score == trajectory.score and", "counts = True and", "test_advantage.py::test_set_loss_mask_is_the_response_mask_of_what_has_a_score"),
+    Bug("equal groups not zeroed", "advantage.py", "advantages[equal] = 0.0", "pass", "test_advantage.py::test_equal_scores_teach_exactly_nothing"),
+    Bug("whitened over all positions", "advantage.py", "chosen = values[mask]", "chosen = values.flatten()", "test_advantage.py::test_reinforce_plus_plus_by_hand"),
+    Bug("observations discount", "advantage.py", "torch.where(mask[..., t], step, running)", "step", "test_advantage.py::test_reinforce_plus_plus_by_hand"),
+    Bug("passk: gap to the mean", "advantage.py", "top.values[:, -1:], 0.0)", "group_mean(s, n), 0.0)", "test_advantage.py::test_grpo_passk_by_hand"),
+    Bug("remax: baseline added", "advantage.py", "trajectory.score - trajectory.baseline", "trajectory.score + trajectory.baseline", "test_advantage.py::test_remax_by_hand"),
+    Bug("first output stands for the session", "advantage.py", "sorted(g, key=lambda t: t.index)", "sorted(g, key=lambda t: -t.index)", "test_advantage.py::test_the_last_output_stands_for_its_session"),
+    Bug("overlong penalty: sign", "advantage.py", "t.score -= penalties[-1]", "t.score += penalties[-1]", "test_advantage.py::test_overlong_responses_are_punished_by_hand"),
+    Bug("complete responses masked as truncated", "advantage.py", '== "length")', '!= "length")', "test_advantage.py::test_truncated_responses_leave_loss_and_baseline_when_asked_to"),
+    Bug("score on the last token, sampled or not", "advantage.py", "rewards[mask.nonzero()[-1]]", "rewards[-1]", "test_advantage.py::test_the_score_sits_on_the_last_sampled_token"),
+    Bug("warm-up off by one", "actor.py", "return step / cfg.lr_warmup_steps", "return (step + 1) / cfg.lr_warmup_steps", "test_loss.py::test_golden_lr_factor"),
+    Bug("data position lost", "data.py", '"position": self.position}', '"position": 0}', "test_data.py::test_resume_continues_where_it_stopped"),
+    Bug("every epoch in the same order", "data.py", '{self.seed}/{self.epoch}"', '{self.seed}"', "test_data.py::test_an_epoch_hands_out_every_row_once_and_drops_the_rest"),
+    Bug("stale head (no reshard)", "actor.py", "module.reshard()", "pass", "test_actor.py::test_no_grad_forward_before_a_step_leaves_no_stale_weights"),
+    Bug("gradient not clipped", "actor.py", "min(1.0, self.cfg.grad_clip / (norm + 1e-6))", "1.0", "test_actor.py::test_gradient_is_clipped_to_grad_clip"),
+    Bug("gradient that is not finite applied", "actor.py", "        if math.isfinite(norm):", "        if True:", "test_actor.py::test_gradient_that_is_not_finite_skips_the_step_and_is_counted"),
+    Bug("dropout left on", "actor.py", "self.model.eval()", "self.model.train()", "test_actor.py::test_dropout_is_off"),
+    Bug("seed shared by a prompt's sessions", "rollout.py", "index, session_id), prompts)", "index), prompts)", "test_rollout.py::test_sessions_differ_and_repeat_whatever_is_sampled_beside_them"),
+    Bug("end-of-turn token dropped", "rollout.py", "list(output.token_ids), list(output.logprobs.logprobs)", "list(output.token_ids)[:-1], list(output.logprobs.logprobs)[:-1]", "test_rollout.py::test_finish_reason_is_vllms_and_the_end_token_is_the_policys"),
+    Bug("ids past the tokenizer allowed", "rollout.py", "logits[..., num_tokens:] = -torch.inf", "pass", "test_rollout.py::test_ids_past_the_tokenizer_are_never_sampled"),
+    Bug("log-probs before the temperature", "rollout.py", '"processed_logprobs"', '"raw_logprobs"', "test_rollout.py::test_rollout_logprobs_are_the_actors_at_any_temperature"),
+    Bug("any order of sleep and wake", "rollout.py", "if self.state != expected:", "if False:", "test_sync_weights.py::test_only_the_right_order_is_possible"),
+    Bug("sync skipped", "rollout.py", "self.model.load_weights(weights)", "[list(weights), set(dict(self.model.named_parameters()))][1]", "test_sync_weights.py::test_vllm_agrees_with_the_actor_after_every_sync"),
+    Bug("bits not compared", "sync_weights.py", "if int(held) != int(ledger.bits):", "if False:", "test_sync_weights.py::test_sync_without_a_part_of_a_fused_parameter_names_it"),
+]
+
+
+def copy_repository(folder: Path) -> None:
+    for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(path, folder)
+    for name in ("tests", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def pytest_in(folder: Path, log: Path, tests: list[str]) -> None:
+    """In a fork: run tests of the copy and exit with pytest's status."""
+    os.chdir(folder)
+    sys.path[0] = str(folder)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)])
+    sys.stdout.flush()
+    os._exit(int(status))
+
+
+def run_tests(folder: Path, log: Path, tests: list[str], seconds: int) -> int | None:
+    """pytest's status (0 all passed, 1 some failed), or None when it did not end in time."""
+    process = multiprocessing.get_context("fork").Process(target=pytest_in, args=(folder, log, tests))
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None
+    return process.exitcode
+
+
+def main() -> None:
+    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"  # two mutants of one second and one size would share a .pyc
+    only = sys.argv[1:]  # words of bugs to run, for working on this file
+    bugs = [bug for bug in BUGS if not only or any(word in bug.what for word in only)]
+    with tempfile.TemporaryDirectory() as name:
+        folder, log, start = Path(name) / "copy", Path(name) / "log", time.time()
+        folder.mkdir()
+        copy_repository(folder)
+        for bug in bugs:
+            count = (folder / bug.file).read_text().count(bug.old)
+            assert count == 1, f"{bug.what}: {bug.old!r} occurs {count} times in {bug.file}"
+        tests = sorted({bug.test for bug in bugs})
+        status = run_tests(folder, log, tests, 4 * SECONDS)
+        assert status == 0, f"without a bug the tests do not pass:\n{log.read_text()[-3000:]}"
+        print(f"{len(tests)} tests pass without a bug ({time.time() - start:.0f} s)\n\n{'bug':41} | {'file':15} | {'caught by':90} | caught", flush=True)
+        survivors = []
+        for bug in bugs:
+            path = folder / bug.file
+            text = path.read_text()
+            path.write_text(text.replace(bug.old, bug.new))
+            log.write_text("")
+            caught = run_tests(folder, log, [bug.test], SECONDS) == 1
+            path.write_text(text)
+            survivors += [] if caught else [bug.what]
+            print(f"{bug.what:41} | {bug.file:15} | {bug.test:90} | {'yes' if caught else 'NO'}", flush=True)
+            if not caught:
+                print(log.read_text()[-1000:], file=sys.stderr)
+        print(f"\n{len(bugs) - len(survivors)} of {len(bugs)} bugs caught in {time.time() - start:.0f} s")
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()
