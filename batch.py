@@ -157,7 +157,8 @@ def group_by_prompt(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
 
 def group_kind(group: list[Trajectory]) -> str:
     """informative: its scores differ; otherwise solved (all equal and positive) or failed (the rest)."""
-    scores = [t.score for t in group if t.score == t.score]
+    finals = {t.session_id: t for t in sorted(group, key=lambda t: t.index)}.values()  # the last output stands for its session
+    scores = [t.score for t in finals if t.score == t.score]
     if scores and min(scores) != max(scores):
         return "informative"
     return "solved" if scores and scores[0] > 0 else "failed"
