@@ -220,9 +220,8 @@ def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> 
     equal = equal_groups(scores, mask)  # [P]
     if cfg.adv_estimator in GROUP_ESTIMATORS:
         advantages[equal] = 0.0
-    advantages = advantages.float()
     for p, group in enumerate(finals):
-        of_session = {t.session_id: (t, advantages[p, g]) for g, t in enumerate(group)}
+        of_session = {t.session_id: (t, advantages[p, g].float()) for g, t in enumerate(group)}
         for t in groups[p]:
             final, row = of_session[t.session_id]  # row [T]
             t.advantages = torch.zeros(len(t.tokens))  # [L]
@@ -231,14 +230,15 @@ def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> 
             elif final.loss_mask.any():
                 whole = row[int(final.loss_mask.nonzero()[0]) - final.prompt_length]  # the session's: return from its start
                 t.advantages[t.loss_mask] = float(whole)
+            else:
+                t.loss_mask = torch.zeros_like(t.loss_mask)  # its session does not count: neither does it
     return advantage_metrics(advantages, scores, mask, equal)
 
 
 def equal_groups(scores, mask):
     """[P] bool: two or more scored sessions, all with the same score: nothing to learn from."""
     s, valid, n = session_scores(scores, mask)
-    inf = torch.tensor(float("inf"), dtype=s.dtype)
-    largest, smallest = torch.where(valid, s, -inf).amax(1), torch.where(valid, s, inf).amin(1)  # [P]
+    largest, smallest = torch.where(valid, s, -torch.inf).amax(1), torch.where(valid, s, torch.inf).amin(1)  # [P]
     return (n.squeeze(1) > 1) & (largest == smallest)
 
 

@@ -183,6 +183,7 @@ def test_a_session_whose_last_output_has_no_score_teaches_nothing(estimator):
     trajectories = [make_trajectory(score=1.0, index=0), make_trajectory(score=NAN, index=1), *group([0, 0, 1, 1])[1:]]
     advantages_of(trajectories, estimator)
     assert values(trajectories[:2]) == [0, 0]
+    assert not any(t.loss_mask.any() for t in trajectories[:2])  # nor does it count in a denominator
     alone = group([0, 0, 1, 1])[1:]
     advantages_of(alone, estimator)
     assert values(trajectories[2:]) == pytest.approx(values(alone))

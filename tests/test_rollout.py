@@ -95,6 +95,15 @@ def test_end_tokens_are_the_tokenizers_and_the_models(tiny, tokenizer):
     assert stop_token_ids(str(tiny), tokenizer) == [tokenizer.eos_token_id]  # a folder without a generation_config
 
 
+def test_every_end_token_ends_a_turn(cfg, awake, tokenizer, monkeypatch):
+    """A chat model's generation_config lists more of them than its tokenizer has."""
+    letters = [tokenizer.convert_tokens_to_ids(c) for c in "abcdefghij"]
+    monkeypatch.setattr(awake, "stop_token_ids", [tokenizer.eos_token_id, *letters])
+    responses = [t.tokens[t.prompt_length :] for t in awake.run(TASKS * 8, 0, cfg.rollout)]
+    assert any(r[-1] in letters for r in responses)
+    assert not any(x in letters for r in responses for x in r[:-1])
+
+
 def use_agent(monkeypatch, agent):
     monkeypatch.setitem(agents.AGENTS, "single_turn_agent", agent)
 
