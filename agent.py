@@ -6,6 +6,7 @@ tokens out: what was sampled is never tokenized again. To add an agent, write th
 """
 import contextlib
 import hashlib
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,11 @@ def load_tokenizer(path: str):
     """The model's tokenizer. ValueError when the folder or id has none."""
     from transformers import AutoTokenizer
 
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not os.path.isdir(path) and (path.startswith((".", "/")) or path.count("/") > 1):
+        raise ValueError(f"actor.path={path}: there is no such folder")
+    if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in files):
+        raise ValueError(f"actor.path={path}: no tokenizer is in this folder: save the model's beside it ({', '.join(files)})")
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers raises a dozen kinds for the same thing

@@ -42,7 +42,11 @@ def find(cfg: CheckpointConfig, run_dir: Path) -> Path | None:
             raise ValueError(f"checkpoint.resume={cfg.resume} is neither auto, never, nor the folder of a checkpoint")
         return Path(cfg.resume)
     latest = run_dir / "checkpoints" / "latest"
-    return latest.parent / latest.read_text().strip() if latest.exists() else None
+    if not latest.exists():
+        return None
+    if not (newest := latest.parent / latest.read_text().strip()).exists():
+        raise ValueError(f"{latest} names {newest.name}, which is gone: set checkpoint.resume to the folder of a checkpoint, or to never")
+    return newest
 
 
 def read_state(checkpoint: Path | None) -> dict:
@@ -56,18 +60,19 @@ def save(cfg: CheckpointConfig, run_dir: Path, step: int, actor, state: dict) ->
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in (final, temporary):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     actor.accelerator.wait_for_everyone()
     actor.accelerator.save_state(str(temporary))
     actor.accelerator.wait_for_everyone()
     if dist.get_rank() == 0:
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}))
+        shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
         marker = folder / ".latest"
         marker.write_text(final.name)
         os.replace(marker, folder / "latest")
-        for old in sorted(folder.glob("step-*"))[: -cfg.max_ckpt_to_keep]:
+        done = sorted(path for path in folder.glob("step-*") if path.name <= final.name)  # later ones are of a run that this one left
+        for old in done[: -cfg.max_ckpt_to_keep]:
             shutil.rmtree(old)
     actor.accelerator.wait_for_everyone()
     return final

@@ -98,7 +98,7 @@ def yaml_flags(path: str) -> list[str]:
         raise ValueError(f"--config {path}: there is no such file")
     try:
         tree = yaml.safe_load(Path(path).read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"--config {path} must hold groups of knobs, not {tree!r}")

@@ -107,6 +107,8 @@ class Logger:
             if name in m:
                 parts.append(f"{label} {m[name]:{form}}")
         parts += [f"{name.removeprefix('val/')} {value:.3f}" for name, value in m.items() if name.startswith("val/") and "/mean@" in name]
+        if m.get("actor/skipped_steps"):
+            parts.append(f"SKIPPED {m['actor/skipped_steps']} updates: the gradient was not finite")
         if self.steps_timed and "timing_s/gen" in m:
             left = (self.total_steps - step - 1) * self.seconds / self.steps_timed
             parts.append(f"{m['perf/throughput']:.0f} tok/s  {m['timing_s/step']:.2f} s  {int(left) // 60}:{int(left) % 60:02d} left")
@@ -143,7 +145,10 @@ def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps:
     """The run's folder, with the resolved configuration in it and on the console."""
     if rank == 0:
         aside = None if checkpoint else move_aside(cfg.run_dir)
-        cfg.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            cfg.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"log.default_local_dir={cfg.log.default_local_dir}: no folder can be made there: {error}") from error
         settings = to_yaml(cfg)
         (cfg.run_dir / "config.yaml").write_text(settings)
         print(settings)

@@ -52,7 +52,7 @@ def score(trajectories: list[Trajectory], reward_fn: Rule, tokenizer, cfg: Rewar
         trajectory.response, trajectory.error = text, None
         try:
             trajectory.score, trajectory.score_parts = score_and_parts(reward_fn(trajectory.task, trajectory))
-        except Exception:
+        except (Exception, SystemExit):
             trajectory.score, trajectory.score_parts, trajectory.error = math.nan, {}, traceback.format_exc()
 
 

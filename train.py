@@ -30,11 +30,15 @@ def train(cfg: Config) -> None:
     tokenizer = load_tokenizer(cfg.actor.path)
     train_tasks, val_tasks, reward_fn = load_data(cfg, tokenizer)
     stream = None if cfg.trainer.val_only else TaskStream(train_tasks, cfg.data, cfg.trainer.seed)
-    total_steps = 0 if cfg.trainer.val_only else cfg.trainer.total_training_steps or cfg.trainer.total_epochs * stream.steps_per_epoch
+    total_steps = None if cfg.trainer.val_only else cfg.trainer.total_training_steps or cfg.trainer.total_epochs * stream.steps_per_epoch
 
     accelerator = make_accelerator(cfg.actor)
     checkpoint = find(cfg.checkpoint, cfg.run_dir)
     state = read_state(checkpoint)
+    if cfg.trainer.val_only:
+        total_steps = state["step"]
+    if state["step"] > total_steps:
+        raise ValueError(f"{checkpoint} has done {state['step']} steps, more than the {total_steps} asked for: raise trainer.total_training_steps, or set checkpoint.resume=never")
     log = start_log(cfg, accelerator.process_index, checkpoint, state, total_steps)
     engine = Engine(cfg, tokenizer)  # first, since vLLM measures the memory that it finds free
     actor = Actor(cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature)
@@ -42,7 +46,8 @@ def train(cfg: Config) -> None:
     first_step, kl_coef = state["step"], state.get("kl_coef", cfg.algorithm.kl_coef)
     if checkpoint:
         load(checkpoint, actor)
-        stream.load_state_dict(state["stream"])
+        if stream:
+            stream.load_state_dict(state["stream"])
 
     gc.collect()
     gc.freeze()  # what is there by now stays: collections need not look at it
@@ -82,7 +87,7 @@ def train(cfg: Config) -> None:
             kl_coef = update_kl_coef(kl_coef, log.metrics.get("reward/kl", 0.0), len(trajectories), cfg.algorithm)
         with log.timer("update_actor"):
             log.add(actor.update(trajectories, cfg.loss, step, total_steps, cfg.trainer.seed))
-        log.add(rollout_metrics(trajectories) | rollout_mismatch(trajectories))
+        log.add(rollout_metrics(trajectories) | ({} if cfg.loss.bypass_mode else rollout_mismatch(trajectories)))
 
         if is_due(step + 1, total_steps, cfg.checkpoint.save_freq):
             with log.timer("save_checkpoint"):
@@ -92,7 +97,7 @@ def train(cfg: Config) -> None:
             log.dump(f"{step:06d}", trajectories)
         log.end_step(step)
 
-    if cfg.checkpoint.export_hf and total_steps:
+    if cfg.checkpoint.export_hf and not cfg.trainer.val_only:
         export(cfg.run_dir / "hf", actor, tokenizer, engine.dtype)
     log.finish()
     engine.close()
@@ -102,8 +107,8 @@ def load_data(cfg: Config, tokenizer):
     """Training and validation tasks that fit, and the reward function. Everything wrong with them is found here, before a model loads."""
     train_files = () if cfg.trainer.val_only else cfg.data.train_files
     train_tasks, val_tasks = (
-        filter_overlong(load_tasks(files, cfg.data, most), tokenizer, cfg.data) if files else []
-        for files, most in [(train_files, cfg.data.train_max_samples), (cfg.data.val_files, cfg.data.val_max_samples)]
+        filter_overlong(load_tasks(files, cfg.data, most, knob), tokenizer, cfg.data) if files else []
+        for files, most, knob in [(train_files, cfg.data.train_max_samples, "data.train_files"), (cfg.data.val_files, cfg.data.val_max_samples, "data.val_files")]
     )
     check_agents(train_tasks + val_tasks, cfg.agent)
     return train_tasks, val_tasks, load_reward(cfg.reward, {t.data_source for t in train_tasks + val_tasks})
@@ -140,7 +145,7 @@ def sample(cfg: Config, engine: Engine, stream: TaskStream, reward_fn, step: int
 
 def validation_is_due(cfg: Config, step: int, total_steps: int) -> bool:
     """After `step` steps: before the first when asked for, every test_freq, and always at the end."""
-    if step == 0:
+    if cfg.trainer.val_only or step == 0:
         return cfg.trainer.val_before_train or cfg.trainer.val_only
     return step == total_steps or (cfg.trainer.test_freq > 0 and step % cfg.trainer.test_freq == 0)
 
@@ -151,7 +156,7 @@ def validate(cfg: Config, engine: Engine, tasks: list, reward_fn, step: int, log
     score(trajectories, reward_fn, engine.tokenizer, cfg.reward)
     trajectories = gather(trajectories)
     log.dump(f"val-{step:06d}", trajectories)
-    return validation_metrics(trajectories)
+    return validation_metrics(trajectories) | {"val/error": check_failures(trajectories, cfg.reward)["reward/error"]}
 
 
 def main() -> None:

@@ -99,6 +99,20 @@ def test_resumed_run_is_the_one_that_never_stopped(one, tiny, tmp_path):
     assert [record["step"] for record in resumed] == [0, 1, 2, 3, 4]
 
 
+def test_finished_run_can_be_validated_and_not_be_asked_for_fewer_steps(one, tiny, tmp_path):
+    shutil.copytree(one[0], tmp_path / "run")
+    metrics, _ = run(tiny, tmp_path, "--trainer.val-only")
+    assert metrics[-1]["step"] == 4 and metrics[-1]["val/exact/mean@1"] == one[1][-1]["val/exact/mean@1"]
+    line = fails(tiny, tmp_path, "--trainer.total-training-steps", "2")
+    assert "has done 4 steps, more than the 2 asked for" in line and "trainer.total_training_steps" in line
+
+
+def test_reward_that_raises_in_validation_stops_the_run(tiny, tmp_path):
+    (tmp_path / "raises.py").write_text("def compute_score(**row):\n    raise SystemExit('no judge')\n")
+    done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), "--reward.custom-path", str(tmp_path / "raises.py"), "--trainer.val-only"])
+    assert done.returncode != 0 and "no judge" in done.stderr and "max_failed_fraction" in done.stderr
+
+
 def test_export_loads_and_is_the_trained_model(one, tiny, tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(one[0] / "hf")
     initial = AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()
@@ -176,6 +190,9 @@ def write(path, *rows):
         (lambda d, t: ("--data.train-files", "nowhere.jsonl"), ["data.train_files", "nowhere.jsonl"]),
         (lambda d, t: ("--data.train-files", write(d / "odd.jsonl", {"question": "2+2", "answer": "4"})), ["odd.jsonl line 1", "'prompt'", "question, answer", "data.prompt_key"]),
         (lambda d, t: ("--data.train-files", write(d / "empty.jsonl")), ["data.train_files", "empty.jsonl", "no rows"]),
+        (lambda d, t: ("--data.val-files", "nowhere.jsonl"), ["data.val_files", "nowhere.jsonl"]),
+        (lambda d, t: ("--actor.path", str(d / "gone")), ["actor.path", "no such folder"]),
+        (lambda d, t: ("--actor.path", no_tokenizer(d, t)), ["actor.path", "no tokenizer"]),
         (lambda d, t: ("--data.train-batch-size", "64"), ["32 rows", "data.train_batch_size=64"]),
         (lambda d, t: ("--data.max-prompt-length", "3"), ["data.max_prompt_length=3"]),
         (lambda d, t: ("--actor.path", str(d)), ["actor.path", "no tokenizer"]),
@@ -187,6 +204,11 @@ def test_bad_input_gets_one_line(tiny, tmp_path, change, named):
     line = fails(tiny, tmp_path, *change(tmp_path, tiny))
     for words in named:
         assert words in line
+
+
+def no_tokenizer(folder, tiny):
+    shutil.copytree(tiny / "model", folder / "model", ignore=shutil.ignore_patterns("*token*", "chat*"))
+    return str(folder / "model")
 
 
 def no_template(folder, tiny):
