@@ -1,6 +1,6 @@
 """Synchronous GRPO, the whole loop: `accelerate launch train.py --config configs/quickstart.yaml [--group.knob value ...]`.
 
-One process a GPU. Each step: the weights go to vLLM, vLLM samples, sleeps, rewards are computed, the batch is gathered, and
+One process a GPU. Each step: the weights go to vLLM, vLLM samples, rewards are computed, the batch is gathered, vLLM sleeps, and
 from there every rank holds the same list: old (and reference) log-probs, advantages, and the actor's updates.
 """
 import gc
