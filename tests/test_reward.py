@@ -1,229 +1,62 @@
+import asyncio
 import json
 import math
+import os
+import sys
 import time
 from threading import Thread
 
 import numpy as np
 import pytest
+import reward_table
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from batch import Task, Trajectory
-from reward import DATA_SOURCES, REWARDS, RewardConfig, check_failures, load_reward, score
-
-SPECIAL = ["<eos>"]
-CHARS = [chr(c) for c in range(32, 127)]
+from reward import DATA_SOURCES, REWARDS, RewardConfig, Scorer, check_failures, load_judge, load_reward, score_and_parts, too_many_failed
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    """One token a character, and <eos>."""
-    model = Tokenizer(models.WordLevel({t: i for i, t in enumerate(SPECIAL + CHARS)}, unk_token="?"))
-    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    model.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>")
+def make(answer, task, response=None):
+    """A trajectory of two turns' worth of text: response is everything after the prompt, answer the last turn."""
+    return Trajectory(task, response=answer if response is None else response, answer=answer)
 
 
-def sampled(tokenizer, prompt, response, task=None):
-    trajectory = Trajectory(task or Task(prompt, "exact", response))
-    trajectory.observe(tokenizer.encode(prompt))
-    tokens = [*tokenizer.encode(response), tokenizer.eos_token_id]
-    trajectory.act(tokens, [0.0] * len(tokens))
-    return trajectory
-
-
-def judge(rule, response, truth, extra_info=None):
-    """Score of a response by a built-in rule, and its parts."""
+def judge(rule, answer, truth, extra_info=None):
+    """Score of an answer by a built-in rule."""
     task = Task("", rule, truth, extra_info or {})
-    result = REWARDS[rule](task, Trajectory(task, response=response))
-    return result["score"] if isinstance(result, dict) else result
+    return score_and_parts(REWARDS[rule](task, make(answer, task)))[0]
 
 
-GSM8K = [
-    ("so it is\n#### 72", "72", 1, "the plain form"),
-    ("####72", "72", 1, "a missing blank"),
-    ("#### 1,234", "1234", 1, "a thousands separator"),
-    ("#### 1234", "1,234", 1, "a thousands separator in the ground truth"),
-    ("#### $18", "18", 1, "a dollar sign"),
-    (r"#### \$18", "18", 1, "a LaTeX dollar sign"),
-    ("#### $ 1,000,000.00.", "1000000", 1, "all of it together"),
-    ("#### 72.", "72", 1, "a trailing period"),
-    ("#### 72.0", "72", 1, "the same number"),
-    ("#### -5", "-5", 1, "a negative number"),
-    ("#### −5", "-5", 1, "a unicode minus"),
-    ("#### -$5", "-5", 1, "a sign before the dollar"),
-    ("#### 5", "-5", 0, "a lost sign"),
-    ("#### 72 apples", "72", 1, "a unit behind it"),
-    ("#### 72<|end|>", "72", 1, "text glued to it"),
-    ("#### 10\nwait\n#### 72", "72", 1, "the last one counts"),
-    ("#### 72\nwait\n#### 10", "72", 0, "only the last one counts"),
-    ("#### 72\n#### Done", "72", 1, "a heading is no answer"),
-    ("the answer is 72", "72", 0, "no marker"),
-    ("", "72", 0, "an empty response"),
-    ("####", "72", 0, "a marker with nothing behind it"),
-    ("#### 720", "72", 0, "a longer number"),
-    ("#### 7", "72", 0, "a shorter number"),
-    ("#### 72.5", "72", 0, "not an integer"),
-    ("#### 3/4", "3", 0, "a fraction is not its numerator"),
-    ("#### 34/5", "3", 0, "nor is it its first digit"),
-    ("#### 3.14/2", "3", 0, "nor its integer part"),
-    ("#### 3:30", "3", 0, "nor is a time its hour"),
-    ("#### .5", "0.5", 1, "no leading zero"),
-    ("#### 1e3", "1000", 1, "scientific notation"),
-    ("#### 72", "She has 70+2=<<70+2=72>>72.\n#### 72", 1, "gsm8k's whole answer column as the ground truth"),
-    ("#### 72", 72, 1, "a number as the ground truth"),
-    ("#### " + "9" * 9000, "72", 0, "more digits than int() reads"),
-    ("#### 1e999999999", "72", 0, "a number too large to build"),
-]
-MATH = [
-    (r"so \boxed{72}", "72", 1, "the plain form"),
-    (r"\boxed{ 72 }", "72", 1, "blanks"),
-    (r"\boxed{72.}", "72", 1, "a trailing period"),
-    (r"\boxed{$72$}", "72", 1, "dollars inside the box"),
-    (r"\boxed{\$72}", "72", 1, "money"),
-    (r"\boxed{1,234}", "1234", 1, "a thousands separator"),
-    (r"\boxed{1{,}234}", "1234", 1, "a LaTeX thousands separator"),
-    (r"\boxed{1\,234}", "1234", 1, "a thin space"),
-    (r"\boxed{72\%}", "72", 1, "percent"),
-    (r"\boxed{72^\circ}", "72", 1, "degrees"),
-    (r"\boxed{72\text{ cm}}", "72", 1, "a unit as text"),
-    (r"\boxed{72 \text{ square feet}}", "72", 1, "a unit of two words"),
-    (r"\boxed{12 dollars}", "12", 1, "a unit in plain letters"),
-    (r"\boxed{13 dollars}", "12", 0, "a unit does not make it right"),
-    (r"\boxed{−5}", "-5", 1, "a unicode minus"),
-    (r"\boxed{0.5}", r"\frac{1}{2}", 1, "a decimal for a fraction"),
-    (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1, "shorthand"),
-    (r"\boxed{1/2}", r"\frac{1}{2}", 1, "a slash"),
-    (r"\boxed{0.33}", r"\frac{1}{3}", 0, "rounded"),
-    (r"\boxed{2\frac{1}{2}}", r"\frac{5}{2}", 1, "a mixed number"),
-    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1, "an equal root"),
-    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1, "an equal polynomial"),
-    (r"\boxed{x^2+2x}", "(x+1)^2", 0, "another polynomial"),
-    (r"\boxed{x = 3}", "3", 1, "an assignment"),
-    (r"\boxed{(1, 2)}", "(1,2)", 1, "a tuple"),
-    (r"\boxed{(2, 1)}", "(1,2)", 0, "a tuple in another order"),
-    (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1, "a set has no order"),
-    (r"\boxed{(1, 2]}", "(1,2]", 1, "an interval"),
-    (r"\boxed{[1, 2]}", "(1,2]", 0, "another interval"),
-    (r"\boxed{\text{Tuesday}}", "Tuesday", 1, "a word as text"),
-    (r"\boxed{never}", "nerve", 0, "a word is no product of letters"),
-    (r"\boxed{\text{(C)}}", "C", 1, "a letter of a choice"),
-    (r"\boxed{1}, no, \boxed{2}", "2", 1, "the last box counts"),
-    (r"\boxed{2}, no, \boxed{1}", "2", 0, "only the last box counts"),
-    (r"\boxed{2}, no, \boxed{1", "2", 0, "a truncated box is no answer, and the one before is not the last"),
-    (r"\boxed{\frac{1}{2", r"\frac{1}{2}", 0, "a truncated box"),
-    (r"\fbox{2}", "2", 1, "the other box"),
-    ("the answer is 2", "2", 0, "no box"),
-    ("", "2", 0, "an empty response"),
-    (r"\boxed{}", "2", 0, "an empty box"),
-    (r"\boxed{\frac{}", "2", 0, "what can't be parsed"),
-    (r"\boxed{\left\{ 1 \right.}", r"\left\{1 \right.", 1, "an escaped brace closes no box and opens none"),
-    (r"\boxed{72}", r"We see that it is $\boxed{72}$.", 1, "a whole solution as the ground truth"),
-    (r"\boxed{72}", 72, 1, "a number as the ground truth"),
-    (r"\boxed{9^{9^{9}}}", "2", 0, "a tower: sympy would not come back"),
-    (r"\boxed{9^9^9}", "2", 0, "a tower without braces"),
-    (r"\boxed{9^{-{9}^{9}}}", "2", 0, "a tower in more braces"),
-    (r"\boxed{2^{3}\cdot 3^{2}}", "72", 1, "no tower"),
-    (r"\boxed{" + "(" * 40 + "2" + ")" * 40 + "}", "2", 0, "brackets that take math-verify's parser minutes"),
-    (r"\boxed{(a+b+c+d)^{50}}", "(a+b)^{50}", 0, "an expansion that takes minutes"),
-    (r"\boxed{10!!!}", "2", 0, "a factorial of a factorial"),
-    (r"\boxed{(x+y)^{999}}", "x^{999}+y^{999}", 0, "a power that takes minutes to expand"),
-    (r"\boxed{\sum_{k=1}^{100000}\frac{1}{k}}", "3", 0, "a sum that takes minutes"),
-    (r"\boxed{2^{2^{10}}}", "2^{2^{10}}", 1, "a tower that is the same text"),
-    (r"\boxed{2^{2015}-1}", "2^{2015} - 1", 1, "a large but harmless power"),
-    (r"\boxed{" + "1+" * 5000 + "1}", "2", 0, "too long to be an answer"),
-]
-MATH_DAPO = [
-    ("Answer: 34", "34", 1, "the plain form"),
-    ("Answer:34", "34", 1, "no blank"),
-    ("**Answer:** 34", "34", 1, "bold"),
-    ("**Answer: 34**", "34", 1, "all bold"),
-    ("Answer: $34$", "34", 1, "dollars"),
-    (r"Answer: \boxed{34}", "34", 1, "a box"),
-    ("Answer: 34.", "34", 1, "a trailing period"),
-    ("answer : 34", "34", 1, "another case"),
-    ("Answer: 1\nno\nAnswer: 34", "34", 1, "the last one counts"),
-    ("Answer: 34\nno\nAnswer: 1", "34", -1, "only the last one counts"),
-    (r"\boxed{34}", "34", -1, "the form is part of the task"),
-    ("34", "34", -1, "no marker"),
-    ("", "34", -1, "an empty response"),
-    ("Answer:", "34", -1, "nothing behind it"),
-    ("Answer: 34" + " and so on" * 40, "34", -1, "too far from the end, as in DAPO"),
-    ("Answer: 35", "34", -1, "wrong"),
-]
-PUZZLE = {"target": 24, "numbers": [3, 5, 3]}
-COUNTDOWN = [
-    ("<answer>(3 + 5) * 3</answer>", PUZZLE, 1, "the plain form"),
-    ("<answer>(3+5)*3 = 24</answer>", PUZZLE, 1, "with its result"),
-    ("<answer>\n(3 + 5)\n* 3\n</answer>", PUZZLE, 1, "over several lines"),
-    ("<answer>(3 + 5) × 3</answer>", PUZZLE, 1, "a times sign"),
-    ("<answer>3*3</answer> no, <answer>(3+5)*3</answer>", PUZZLE, 1, "the last one counts"),
-    ("<answer>(3+5)*3</answer> no, <answer>3*3</answer>", PUZZLE, 0, "only the last one counts"),
-    ("<answer>3 * 5 + 3</answer>", PUZZLE, 0, "another value"),
-    ("<answer>24</answer>", PUZZLE, 0, "the target is no expression of the numbers"),
-    ("<answer>3 * 8</answer>", PUZZLE, 0, "a number that was not given"),
-    ("<answer>(3 + 5) * 3 * 3 / 3</answer>", PUZZLE, 0, "a number used too often"),
-    ("<answer>5 * 5 - 1</answer>", {"target": 24, "numbers": [5, 5, 1, 2]}, 0, "a number not used: TinyZero asks for all of them"),
-    ("<answer>8 / (3 - 8 / 3)</answer>", {"target": 24, "numbers": [8, 3, 8, 3]}, 1, "exact through thirds"),
-    ("<answer>-3 + 30 - 3</answer>", {"target": 24, "numbers": [3, 3, 30]}, 1, "a leading minus"),
-    ("<answer>3 / (5 - 5)</answer>", {"target": 24, "numbers": [3, 5, 5]}, 0, "a division by zero"),
-    ("<answer>55**36**7**19</answer>", {"target": 1, "numbers": [55, 36, 7, 19]}, 0, "a tower of powers: returns at once"),
-    ("<answer>3 // 5 + 24</answer>", {"target": 24, "numbers": [3, 5, 24]}, 0, "an operator that is not asked for"),
-    ("<answer>__import__('os').getpid()</answer>", PUZZLE, 0, "code"),
-    ("<answer>True + 23</answer>", {"target": 24, "numbers": [1, 23]}, 0, "True is not 1"),
-    ("<answer>24.0</answer>", {"target": 24, "numbers": [24]}, 0, "a float"),
-    ("<answer>" + "(" * 5000 + "</answer>", PUZZLE, 0, "brackets without end"),
-    ("<answer>" + "-" * 5000 + "24</answer>", {"target": 24, "numbers": [24]}, 0, "signs without end"),
-    ("<answer>" + "-" * 400 + "24</answer>", {"target": 24, "numbers": [24]}, 0, "longer than an answer may be"),
-    ("<answer></answer>", PUZZLE, 0, "an empty answer"),
-    ("</answer>(3+5)*3<answer>", PUZZLE, 1, "tags the wrong way round: the last line counts"),
-    ("I try 3*5.\nSo (3 + 5) * 3 = 24.", PUZZLE, 1, "no tags: the last arithmetic"),
-    ("- (3 + 5) * 3 = 24", PUZZLE, 1, "an item of a list, not a minus"),
-    ("<answer>(3+5)*3", PUZZLE, 1, "the tag is not closed"),
-    ("I don't know", PUZZLE, 0, "no arithmetic"),
-    ("", PUZZLE, 0, "an empty response"),
-    ("<answer>(3+5)*3</answer>", json.dumps(PUZZLE), 1, "the ground truth as JSON"),
-]
-EXACT = [
-    ("yes", "yes", 1, "the same"),
-    (" yes\n", "yes", 1, "blanks around it"),
-    ("Yes", "yes", 0, "another case"),
-    ("yes it is", "yes", 0, "more than the answer"),
-    ("5", 5, 1, "a number as the ground truth"),
-]
-EXACT_INT = [
-    (" 140\n5 + 5 = 10", "140", 1, "the first one counts"),
-    ("it is 140.", "140", 1, "text around it"),
-    ("-7", "-7", 1, "a negative number"),
-    ("−7", "-7", 1, "a unicode minus"),
-    ("7", "-7", 0, "a lost sign"),
-    ("0140", "140", 1, "leading zeros"),
-    ("0", "0", 1, "zero"),
-    ("1400", "140", 0, "a longer number"),
-    ("140.5", "140", 0, "not an integer"),
-    ("5 140", "140", 0, "not the first"),
-    ("", "140", 0, "an empty response"),
-    ("9" * 9000, "140", 0, "more digits than int() reads"),
-    ("140", 140, 1, "a number as the ground truth"),
-]
-TABLES = {"gsm8k": GSM8K, "math": MATH, "math_dapo": MATH_DAPO, "countdown": COUNTDOWN, "exact": EXACT, "exact_int": EXACT_INT}
+TABLES = {"gsm8k": reward_table.GSM8K, "math": reward_table.MATH, "math_dapo": reward_table.MATH_DAPO, "countdown": reward_table.COUNTDOWN}
+TABLES |= {"exact": reward_table.EXACT, "exact_int": reward_table.EXACT_INT}
 ROWS = [pytest.param(rule, *row[:3], id=f"{rule}-{row[3]}") for rule, rows in TABLES.items() for row in rows]
+ROWS += [pytest.param("math", rf"So it is $\boxed{{{inside}}}$.", truth, expected, id=f"math-{why}") for inside, truth, expected, why in reward_table.BOXED]
 
 
 @pytest.mark.parametrize("rule, response, truth, expected", ROWS)
 def test_rule(rule, response, truth, expected):
-    start = time.perf_counter()
+    start = time.process_time()
     assert judge(rule, response, truth) == expected
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 5, "far from reward.timeout_s"
+
+
+@pytest.mark.parametrize("rule", REWARDS)
+def test_a_rule_judges_the_last_turn_only(rule):
+    """A tool's result that holds the answer earns nothing."""
+    right, wrong = {
+        "gsm8k": ("#### 7", "#### 8"), "math": (r"\boxed{7}", r"\boxed{8}"), "math_dapo": ("Answer: 7", "Answer: 8"),
+        "countdown": ("<answer>3+4</answer>", "<answer>3*4</answer>"), "exact": ("7", "8"), "exact_int": ("7", "8"),
+    }[rule]  # fmt: skip
+    task = Task("", rule, {"target": 7, "numbers": [3, 4]} if rule == "countdown" else "7")
+    for answer, expected in ((right, 1), (wrong, -1 if rule == "math_dapo" else 0)):
+        assert score_and_parts(REWARDS[rule](task, make(answer, task, response=f"{right} {wrong} {right}")))[0] == expected
 
 
 def test_parts():
     task = Task("", "math_dapo", "34")
-    assert REWARDS["math_dapo"](task, Trajectory(task, response="Answer: 1")) == {"score": -1.0, "acc": 0.0}
-    task = Task("", "countdown", PUZZLE)
-    assert REWARDS["countdown"](task, Trajectory(task, response="<answer>3*5*3</answer>")) == {"score": 0.0, "format": 1.0}
-    assert REWARDS["countdown"](task, Trajectory(task, response="<answer>?</answer>")) == {"score": 0.0, "format": 0.0}
+    assert REWARDS["math_dapo"](task, make("Answer: 1", task)) == {"score": -1.0, "acc": 0.0}
+    task = Task("", "countdown", {"target": 24, "numbers": [3, 5, 3]})
+    assert REWARDS["countdown"](task, make("<answer>3*5*3</answer>", task)) == {"score": 0.0, "format": 1.0}
+    assert REWARDS["countdown"](task, make("<answer>?</answer>", task)) == {"score": 0.0, "format": 0.0}
 
 
 @pytest.mark.parametrize("column", ["numbers", "nums"])
@@ -246,6 +79,67 @@ def test_a_ground_truth_that_can_not_be_read_is_an_error_not_a_zero(rule, truth)
         judge(rule, "#### 70", truth)
 
 
+# Reasoning Gym
+
+
+def gym_row(name, seed=3):
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset(name, size=1, seed=seed)[0]
+    return Task(entry["question"], f"reasoning_gym/{name}", entry["answer"], entry)
+
+
+def gym_score(task, answer):
+    return score_and_parts(load_reward(RewardConfig(), [task.data_source])(task, make(answer, task)))[0]
+
+
+@pytest.mark.parametrize(
+    "form, expected",
+    [
+        ("<answer>292</answer>", 1),
+        ("<answer>\n292\n</answer> so 291", 1),
+        ("<answer>1</answer> no, <answer>292</answer>", 1),
+        ("<answer>292</answer> no, <answer>1</answer>", 0),
+        (r"\boxed{1}, <answer>292</answer>", 1),
+        (r"it is \boxed{292}, surely", 1),
+        ("I count.\n\n292\n", 1),
+        ("292", 1),
+        ("292\nor not", 0),
+        ("<answer>293</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_reasoning_gym_finds_the_answer(form, expected):
+    task = gym_row("leg_counting")
+    score = gym_score(task, form.replace("292", str(task.ground_truth)))
+    assert score == 1 if expected else score < 0.1, "its scorers give 0.01 for a wrong answer"
+
+
+def test_reasoning_gym_scores_by_its_own_rule():
+    task = gym_row("countdown")
+    numbers = task.extra_info["metadata"]["numbers"]
+    assert gym_score(task, f"<answer>{task.ground_truth}</answer>") == 1
+    assert gym_score(task, f"<answer>({task.ground_truth})</answer>") == 1, "not by comparing texts"
+    assert gym_score(task, f"<answer>{' + '.join(map(str, numbers))}</answer>") < 1
+    start = time.process_time()
+    assert gym_score(task, "<answer>55**36**7**19</answer>") == 0 and time.process_time() - start < 5
+
+
+def test_reasoning_gym_a_bad_answer_is_the_policys_and_a_bad_row_is_not():
+    task = gym_row("prime_factorization")
+    assert gym_score(task, "<answer>garbage</answer>") == 0, "its scorer raises for that"
+    with pytest.raises(ValueError, match="no number"):
+        gym_score(Task("", task.data_source, "no number", {**task.extra_info, "answer": "no number"}), "<answer>garbage</answer>")
+
+
+def test_reasoning_gym_is_checked_at_start(monkeypatch):
+    with pytest.raises(ValueError, match="reasoning_gym/leg_count'.*not registered"):
+        load_reward(RewardConfig(), ["reasoning_gym/leg_count"])
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as if it were not installed
+    with pytest.raises(ValueError, match="reasoning_gym/sudoku'.*pip install reasoning-gym"):
+        load_reward(RewardConfig(), ["reasoning_gym/sudoku"])
+
+
 # Which rule
 
 
@@ -258,7 +152,7 @@ def test_rule_by_data_source(data_source, rule):
     fn = load_reward(RewardConfig(), {data_source, "exact"})
     for name, response in responses.items():
         task = Task("", data_source, {"target": 7, "numbers": [3, 4]} if rule == "countdown" else "7")
-        result = fn(task, Trajectory(task, response=response))
+        result = fn(task, make(response, task))
         value = result["score"] if isinstance(result, dict) else result
         assert value == 1 or name != rule
     assert load_reward(RewardConfig(name=rule), ["no such"]) is REWARDS[rule], "reward.name goes before data_source"
@@ -274,7 +168,7 @@ def test_rule_by_data_source(data_source, rule):
 )
 def test_unknown_names(cfg, sources, says):
     with pytest.raises(ValueError) as e:
-        load_reward(RewardConfig(**cfg), sources)
+        Scorer(RewardConfig(**cfg), sources)
     for part in says:
         assert part in str(e.value)
     assert "\n" not in str(e.value)
@@ -286,11 +180,20 @@ def test_unknown_names(cfg, sources, says):
         ({"name": "exact", "custom_path": "a.py"}, "reward.name='exact' and reward.custom_path='a.py'"),
         ({"max_failed_fraction": 1.5}, "reward.max_failed_fraction=1.5"),
         ({"max_failed_fraction": -0.1}, "reward.max_failed_fraction=-0.1"),
+        ({"max_failed_fraction": math.nan}, "reward.max_failed_fraction=nan"),
+        ({"num_workers": 0}, "reward.num_workers=0"),
+        ({"timeout_s": 0.0}, "reward.timeout_s=0.0"),
+        ({"timeout_s": math.inf}, "reward.timeout_s=inf"),
+        ({"timeout_s": math.nan}, "reward.timeout_s=nan"),
     ],
 )
 def test_bad_knobs(knobs, says):
     with pytest.raises(ValueError, match=says):
         RewardConfig(**knobs)
+
+
+def test_defaults():
+    assert 1 <= RewardConfig().num_workers <= min(4, os.cpu_count()) and RewardConfig().timeout_s == 10.0
 
 
 # A user's own
@@ -318,18 +221,99 @@ def custom_file(tmp_path):
     return str(tmp_path / "mine.py")
 
 
-def test_custom_function(custom_file, tokenizer):
+def test_custom_function(custom_file):
     tasks = [Task("1+1=", "anything", "2", {"floor": -0.5})] * 2
-    right, wrong = trajectories = [sampled(tokenizer, "1+1=", text, task) for text, task in zip("23", tasks)]
-    score(trajectories, load_reward(RewardConfig(custom_path=custom_file), ["anything"]), tokenizer, RewardConfig())
-    assert (right.score, wrong.score) == (1.0, -0.5)
+    right, wrong = trajectories = [make("", task, response=text) for text, task in zip("23", tasks)]
+    score(RewardConfig(custom_path=custom_file), trajectories, ["anything"])
+    assert (right.score, wrong.score) == (1.0, -0.5), "compute_score gets the whole response"
     assert right.score_parts == {"acc": 1.0} and wrong.score_parts == {"acc": 0.0}, "parts are numbers; texts are left out"
 
 
-def test_custom_async_function(custom_file, tokenizer):
-    trajectory = sampled(tokenizer, "1", "234")
-    score([trajectory], load_reward(RewardConfig(custom_path=custom_file + ":slowly")), tokenizer, RewardConfig())
+def test_custom_async_function(custom_file):
+    trajectory = make("", Task("", "any", ""), response="234")
+    score(RewardConfig(custom_path=custom_file + ":slowly"), [trajectory])
     assert trajectory.score == 3.0 and trajectory.error is None
+
+
+VERL_FILES = {
+    # a copy of verl's dispatcher, its rules beside it and imported late
+    "reward_score/__init__.py": """
+def default_compute_score(data_source, solution_str, ground_truth, extra_info=None, sandbox_fusion_url=None, concurrent_semaphore=None, memory_limit_mb=None, **kwargs):
+    if data_source in ["openai/gsm8k"]:
+        from . import gsm8k
+
+        res = gsm8k.compute_score(solution_str, ground_truth)
+    elif data_source in ["math_dapo"]:
+        from .math_dapo import compute_score
+
+        res = compute_score(solution_str, ground_truth)
+    else:
+        raise NotImplementedError(f"Reward function is not implemented for {data_source=}")
+    if isinstance(res, dict):
+        return res
+    elif isinstance(res, int | float | bool):
+        return float(res)
+    else:
+        return float(res[0])
+""",
+    "reward_score/gsm8k.py": """
+import re
+
+def extract_solution(solution_str, method="strict"):
+    assert method in ["strict", "flexible"]
+    solutions = re.findall("#### (\\\\-?[0-9\\\\.\\\\,]+)", solution_str)
+    return solutions[-1].replace(",", "").replace("$", "") if solutions else None
+
+def compute_score(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+    answer = extract_solution(solution_str=solution_str, method=method)
+    return 0 if answer is None else score if answer == ground_truth else format_score
+""",
+    "reward_score/math_dapo.py": """
+def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index=None):
+    pred = solution_str[-300:].rpartition("Answer:")[2].strip()
+    correct = pred == ground_truth
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
+""",
+    # a single file with a helper next to it, as a recipe has it, and a class that needs its module to be known
+    "recipe/my_reward.py": """
+from __future__ import annotations
+from dataclasses import dataclass
+from helper import extract
+
+@dataclass
+class Result:
+    score: float
+
+async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict, **kwargs) -> bool:
+    return Result(extract(solution_str) == ground_truth).score
+""",
+    "recipe/helper.py": "def extract(text):\n    return text.rpartition('####')[2].strip()\n",
+}
+
+
+@pytest.mark.parametrize(
+    "path, data_source, expected, parts",
+    [
+        ("reward_score/__init__.py:default_compute_score", "openai/gsm8k", [1.0, 0.0, 0.0], {}),
+        ("reward_score/__init__.py:default_compute_score", "math_dapo", [-1.0, -1.0, 1.0], {"acc": 1.0}),
+        ("recipe/my_reward.py", "any", [1.0, 0.0, 0.0], {}),
+    ],
+)
+def test_verls_files_load_unchanged(tmp_path, monkeypatch, path, data_source, expected, parts):
+    for name, text in VERL_FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    trajectories = [make("", Task("", data_source, "7"), response=text) for text in ("so\n#### 7", "so\n#### 8", "Answer: 7")]
+    score(RewardConfig(custom_path=path), trajectories, [data_source])
+    assert [t.error for t in trajectories] == [None] * 3
+    assert [t.score for t in trajectories] == expected and trajectories[2].score_parts == parts
+
+
+def test_a_users_file_hides_no_library(tmp_path):
+    (tmp_path / "mine.py").write_text("from . import tabnanny as own\nimport tabnanny\n" + VERL_FILE + "\nassert own.HERE and tabnanny.check\n")
+    (tmp_path / "tabnanny.py").write_text("HERE = True")  # as the user may call a file without a thought of the standard library's
+    load_reward(RewardConfig(custom_path=str(tmp_path / "mine.py")))
 
 
 @pytest.mark.parametrize(
@@ -342,16 +326,18 @@ def test_custom_async_function(custom_file, tokenizer):
         (VERL_FILE, ":short", ["must take data_source, solution_str, ground_truth and extra_info"]),
         ("import no_such_module", "", ["ModuleNotFoundError", "no_such_module"]),
         ("def compute_score(:", "", ["SyntaxError"]),
+        ("raise SystemExit(3)", "", ["SystemExit"]),
     ],
 )
 def test_custom_file_that_does_not_work(tmp_path, text, suffix, says):
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError) as e:
-        load_reward(RewardConfig(custom_path=f"{path}{suffix}"))
-    for part in ["reward.custom_path", str(path), *says]:
-        assert part in str(e.value)
+    for use in (load_reward, Scorer):
+        with pytest.raises(ValueError) as e:
+            use(RewardConfig(custom_path=f"{path}{suffix}"))
+        for part in ["reward.custom_path", str(path), *says]:
+            assert part in str(e.value)
 
 
 def test_custom_file_of_another_kind(tmp_path):
@@ -360,25 +346,7 @@ def test_custom_file_of_another_kind(tmp_path):
         load_reward(RewardConfig(custom_path=str(tmp_path / "mine.txt")))
 
 
-# Scoring
-
-
-def test_score_decodes_the_response_only(tokenizer):
-    trajectory = sampled(tokenizer, "1+1=", "2")
-    trajectory.observe(tokenizer.encode(" [ok] "))  # a tool's result belongs to what a rule may read
-    trajectory.act(tokenizer.encode("3"), [0.0])
-    seen = []
-    score([trajectory], lambda task, t: seen.append((task, t.response)) or 0.5, tokenizer, RewardConfig())
-    assert seen == [(trajectory.task, "2 [ok] 3")], "from the first sampled token on, without special tokens"
-    assert (trajectory.response, trajectory.score, trajectory.score_parts, trajectory.error) == ("2 [ok] 3", 0.5, {}, None)
-
-
-def test_a_trajectory_without_a_response(tokenizer):
-    trajectory = Trajectory(Task("", "exact", ""))
-    trajectory.observe(tokenizer.encode("1+1="))
-    score([trajectory], load_reward(RewardConfig(), ["exact"]), tokenizer, RewardConfig())
-    assert trajectory.response == "" and trajectory.score == 1
-    score([], REWARDS["exact"], tokenizer, RewardConfig())
+# What a rule may return
 
 
 @pytest.mark.parametrize(
@@ -393,57 +361,127 @@ def test_a_trajectory_without_a_response(tokenizer):
         ({"score": np.float64(0.5), "format": True, "pred": "x", "none": None}, 0.5),
     ],
 )
-def test_results_that_are_numbers(tokenizer, result, expected):
-    trajectory = sampled(tokenizer, "1", "2")
-    score([trajectory], lambda task, t: result, tokenizer, RewardConfig())
-    assert type(trajectory.score) is float and trajectory.score == expected
-    assert trajectory.score_parts == ({"format": 1.0} if isinstance(result, dict) else {})
-    assert check_failures([trajectory], RewardConfig(max_failed_fraction=0)) == {"reward/error": 0.0}
+def test_results_that_are_numbers(result, expected):
+    value, parts = score_and_parts(result)
+    assert type(value) is float and value == expected
+    assert parts == ({"format": 1.0} if isinstance(result, dict) else {})
 
 
 @pytest.mark.parametrize("result", [None, "1", [1.0], (1.0, 2.0), {}, {"acc": 1.0}, {"score": None}, math.nan, math.inf, np.zeros(2), object()])
-def test_results_that_are_not(tokenizer, result):
-    trajectory = sampled(tokenizer, "1", "2")
-    score([trajectory], lambda task, t: result, tokenizer, RewardConfig())
-    assert math.isnan(trajectory.score) and trajectory.score_parts == {}
-    assert "finite number" in trajectory.error
+def test_results_that_are_not(result):
+    with pytest.raises(TypeError, match="finite number"):
+        score_and_parts(result)
 
 
-def fails_on(*bad):
-    def rule(task, trajectory):
-        if trajectory.response in bad:
-            raise ZeroDivisionError(f"on {trajectory.response}")
-        return {"score": 1.0, "part": 2.0}
+# Scoring in workers
 
-    return rule
+JUDGE = '''
+import os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "hang":
+        time.sleep(1000)
+    if solution_str == "die":
+        os._exit(1)
+    if solution_str == "raise":
+        raise ZeroDivisionError(f"on row {extra_info['row']}")
+    return {"none": None, "score": None} if solution_str == "none" else {"score": len(solution_str), "part": 2}
+'''
 
 
-def test_a_rule_that_raises_is_nan_and_the_others_are_scored(tokenizer):
-    trajectories = [sampled(tokenizer, "1", text) for text in "abcd"]
-    score(trajectories, fails_on("b", "c"), tokenizer, RewardConfig())
-    assert [t.score for t in trajectories if t.error is None] == [1.0, 1.0]
-    assert math.isnan(trajectories[1].score) and "ZeroDivisionError: on b" in trajectories[1].error and "in rule" in trajectories[1].error
-    assert check_failures(trajectories, RewardConfig(max_failed_fraction=0.5)) == {"reward/error": 2.0}, "the share itself is allowed"
+@pytest.fixture
+def judge_file(tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    return str(tmp_path / "judge.py")
+
+
+def test_scorer(judge_file):
+    texts = ["ab", "raise", "hang", "abc", "die", "none", "", "abcd"]
+    trajectories = [make("", Task("", "any", "", {"row": i}, index=i), response=text) for i, text in enumerate(texts)]
+    score(RewardConfig(custom_path=judge_file, num_workers=2, timeout_s=1.5), trajectories)
+    assert [t.score for t in trajectories if t.error is None] == [2, 3, 0, 4]
+    assert all(math.isnan(t.score) and t.score_parts == {} for t in trajectories if t.error)
+    assert all(t.score_parts == {"part": 2.0} for t in trajectories if not t.error)
+    raised, late, died, none = (trajectories[i].error for i in (1, 2, 4, 5))
+    assert "ZeroDivisionError: on row 1" in raised and "in compute_score" in raised
+    assert late.startswith("TimeoutError") and "row 2" in late and "reward.timeout_s=1.5" in late
+    assert "worker died" in died and "finite number" in none
+    metrics = check_failures(trajectories, RewardConfig(max_failed_fraction=0.5))
+    assert metrics == {"reward/error": 3.0, "reward/timeout": 1.0}, "the share itself is allowed"
     with pytest.raises(RuntimeError) as e:
         check_failures(trajectories, RewardConfig(max_failed_fraction=0.49))
-    assert "2 of 4" in str(e.value) and "reward.max_failed_fraction=0.49" in str(e.value)
-    assert "ZeroDivisionError: on b" in str(e.value) and "on c" not in str(e.value), "the first traceback only"
+    for part in ("4 of 8", "reward.max_failed_fraction=0.49", "ZeroDivisionError: on row 1"):
+        assert part in str(e.value)
+    assert "TimeoutError" not in str(e.value), "the first traceback only"
 
 
-def test_scoring_again_forgets_the_error(tokenizer):
-    trajectory = sampled(tokenizer, "1", "b")
-    score([trajectory], fails_on("b"), tokenizer, RewardConfig())
-    score([trajectory], fails_on(), tokenizer, RewardConfig())
-    assert trajectory.error is None and trajectory.score == 1.0 and trajectory.score_parts == {"part": 2.0}
+def test_scoring_again_forgets_the_error():
+    task = Task("", "gsm8k", "no number")
+    trajectory = make("#### 7", task)
+    score(RewardConfig(), [trajectory], ["gsm8k"])
+    assert "row 0 is not a number" in trajectory.error and math.isnan(trajectory.score)
+    task.ground_truth = "7"
+    score(RewardConfig(), [trajectory], ["gsm8k"])
+    assert trajectory.error is None and trajectory.score == 1.0
+
+
+def test_a_rule_sees_the_task_and_the_trajectory_but_not_the_logprobs():
+    trajectory = make("a", Task("1+1=", "exact", "a", {"x": 1}), response="tool a")
+    trajectory.observe([1, 2])
+    trajectory.act([3, 4], [-1.0, -2.0])
+    seen = []
+    REWARDS["spy"] = lambda task, t: seen.append((task, t)) or 1.0
+    try:
+        judge_it = load_judge(RewardConfig(name="spy"), [])
+    finally:
+        del REWARDS["spy"]
+    sent = []
+
+    class Pool:  # in this process
+        async def call(self, *args, timeout_s):
+            sent.append(args)
+            return judge_it(*args)
+
+    scorer = Scorer.__new__(Scorer)
+    scorer.cfg, scorer.pool = RewardConfig(), Pool()
+    asyncio.run(scorer.score(trajectory))
+    (task, t), = seen
+    assert task == trajectory.task and t.task is task
+    assert (t.response, t.answer, t.tokens, t.response_mask) == ("tool a", "a", [1, 2, 3, 4], [0, 0, 1, 1])
+    assert t.rollout_logprobs == [] and trajectory.rollout_logprobs == [0.0, 0.0, -1.0, -2.0]
+
+
+def test_many_scores_under_every_rule():
+    """Distinct answers, all at once, over two event loops."""
+    tasks = [Task("", data_source, str(i)) for i in range(100) for data_source in ("openai/gsm8k", "lighteval/MATH", "aime2024", "exact")]
+    forms = {"openai/gsm8k": "#### {}", "lighteval/MATH": r"\boxed{{{}}}", "aime2024": "Answer: {}", "exact": "{}"}
+    trajectories = [make(forms[task.data_source].format(int(task.ground_truth) + (i % 3 == 0)), task) for i, task in enumerate(tasks)]
+    scorer = Scorer(RewardConfig(num_workers=2), {task.data_source for task in tasks})
+    for half in (trajectories[:200], trajectories[200:]):
+        asyncio.run(score_all(scorer, half))
+    scorer.close()
+    wrong = [-1.0 if t.task.data_source == "aime2024" else 0.0 for t in trajectories]
+    assert [t.score for t in trajectories] == [wrong[i] if i % 3 == 0 else 1.0 for i in range(400)]
+    assert all(("acc" in t.score_parts) == (t.task.data_source == "aime2024") for t in trajectories)
+
+
+async def score_all(scorer, trajectories):
+    await asyncio.gather(*map(scorer.score, trajectories))
+
+
+def score(cfg, trajectories, data_sources=()):
+    """What a rollout does with the trajectories of a step."""
+    scorer = Scorer(cfg, data_sources)
+    try:
+        asyncio.run(score_all(scorer, trajectories))
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize("failed, expected, share, stop", [(0, 0, 0, False), (0, 10, 0, False), (1, 10, 0, True), (1, 10, 0.1, False), (2, 10, 0.1, True), (29, 100, 0.29, False), (10, 10, 1, False)])
+def test_too_many_failed(failed, expected, share, stop):
+    assert too_many_failed(failed, expected, RewardConfig(max_failed_fraction=share)) is stop
 
 
 def test_no_trajectories_no_failure():
-    assert check_failures([], RewardConfig(max_failed_fraction=0)) == {"reward/error": 0.0}
-
-
-def test_throughput():
-    task = Task("", "gsm8k", "72")
-    trajectory = Trajectory(task, response="a few words of reasoning " * 40 + "\n#### 72")
-    start = time.perf_counter()
-    assert all(REWARDS["gsm8k"](task, trajectory) == 1 for _ in range(10_000))
-    assert time.perf_counter() - start < 6  # takes under 1 on an idle machine
+    assert check_failures([], RewardConfig(max_failed_fraction=0)) == {"reward/error": 0.0, "reward/timeout": 0.0}
