@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import Iterator, Literal
 
 from batch import Task
+from procedural import PREFIX, check_disjoint, make_rows
 
 
 @dataclass(frozen=True)
 class DataConfig:
     train_files: tuple[str, ...] = ()
-    """Rows to train on: JSONL or Parquet files (globs too), or Hugging Face datasets as `id`, `id:config` or
-    `id:config:split`, the split being `train` when left out: `openai/gsm8k:main:test`, `org/set::test`."""
+    """Rows to train on: JSONL or Parquet files (globs too), Hugging Face datasets as `id`, `id:config` or `id:config:split` (the split is
+    `train` when left out: `org/set::test`), or tasks of reasoning_gym: `reasoning_gym:chain_sum,countdown?size=500&seed=42`."""
     val_files: tuple[str, ...] = ()
-    """Rows to validate on, named as in train_files."""
+    """Rows to validate on, named as in train_files. Of reasoning_gym, with a seed that is at least `size` away: row i is made from seed + i."""
     train_batch_size: int = 64
     """Prompts a step (B); each is sampled rollout.n times."""
     max_prompt_length: int = 512
@@ -50,6 +51,7 @@ class DataConfig:
                 raise ValueError(f"data.{name}={value} must be at least 1" + ", or -1 for all rows" * may_be_all)
         if self.truncation not in ("error", "left", "right", "middle"):
             raise ValueError(f"data.truncation={self.truncation!r} must be error, left, right or middle")
+        check_disjoint(self.train_files, self.val_files)
 
 
 def load_tasks(files: tuple[str, ...], cfg: DataConfig, max_samples: int = -1, knob: str = "data.train_files") -> list[Task]:
@@ -66,9 +68,9 @@ def load_tasks(files: tuple[str, ...], cfg: DataConfig, max_samples: int = -1, k
 
 
 def read_rows(source: str, knob: str) -> Iterator[tuple[str, dict]]:
-    """Every row of a file, a glob or a Hugging Face dataset, each with the place it stands at."""
-    read = READERS.get(os.path.splitext(source)[1])
-    paths = [source] if os.path.isfile(source) or read is None else sorted(glob.glob(source, recursive=True))
+    """Every row of a file, a glob, a Hugging Face dataset or a task of reasoning_gym, each with the place it stands at."""
+    read = make_rows if source.startswith(PREFIX) else READERS.get(os.path.splitext(source)[1])
+    paths = [source] if os.path.isfile(source) or read in (None, make_rows) else sorted(glob.glob(source, recursive=True))
     if not paths:
         raise FileNotFoundError(f"{knob}: there is no file {source!r} (looked from {os.getcwd()})")
     for path in paths:
@@ -132,8 +134,7 @@ def task_from_row(row: dict, where: str, index: int, data_source: str, cfg: Data
             raise ValueError(f"{where} has no ground truth: it needs reward_model.ground_truth (verl's) or ground_truth, answer or solution (TRL's){columns}")
         judged_by = {"ground_truth": row.pop(name)}
     data_source, agent_name = row.pop("data_source", None) or data_source, row.pop("agent_name", None)
-    extra_info = row.pop("extra_info", None) or {}
-    extra_info = extra_info if isinstance(extra_info, dict) else {"extra_info": extra_info}
+    extra_info = found if isinstance(found := row.pop("extra_info", None) or {}, dict) else {"extra_info": found}
     return Task(prompt, data_source, judged_by["ground_truth"], {**row, **extra_info}, agent_name, index)
 
 
@@ -169,18 +170,19 @@ def fit(tokens: list[int], cfg: DataConfig, task: Task) -> list[int]:
     return tokens[:head] + tokens[len(tokens) - (limit - head) :]
 
 
-def filter_overlong(tasks: list[Task], tokenizer, cfg: DataConfig, tools: list | None = None) -> list[Task]:
-    """Tasks that `render` to at most cfg.max_prompt_length tokens, when cfg.filter_overlong_prompts; rank 0 prints how many were dropped."""
+def filter_overlong(tasks: list[Task], tokenizer, cfg: DataConfig, prompt_of=lambda task: (task.messages, None)) -> list[Task]:
+    """Tasks whose prompt, `prompt_of` -> (messages, tools), has at most cfg.max_prompt_length tokens, when cfg.filter_overlong_prompts; rank 0 prints how many were dropped."""
     if not cfg.filter_overlong_prompts:
         return tasks
-    texts = {True: [], False: []}  # is it a text prompt?
+    prompts = []  # (is it a text?, rendered)
     for task in tasks:
         try:
-            texts[isinstance(task.messages, str)].append(prompt_text(task.messages, tokenizer, tools))
+            messages, tools = prompt_of(task)
+            prompts.append((isinstance(messages, str), prompt_text(messages, tokenizer, tools)))
         except Exception as e:
             raise ValueError(f"the prompt of row {task.index} can't be rendered: {type(e).__name__}: {e}") from e
-    ids = {is_text: iter(tokenizer(t, add_special_tokens=is_text)["input_ids"] if t else []) for is_text, t in texts.items()}
-    kept = [task for task in tasks if len(next(ids[isinstance(task.messages, str)])) <= cfg.max_prompt_length]
+    ids = {kind: iter(tokenizer([text for is_text, text in prompts if is_text == kind] or [""], add_special_tokens=kind)["input_ids"]) for kind in (True, False)}
+    kept = [task for task, (is_text, _) in zip(tasks, prompts) if len(next(ids[is_text])) <= cfg.max_prompt_length]
     if not kept:
         raise ValueError(f"all {len(tasks)} prompts are longer than data.max_prompt_length={cfg.max_prompt_length}")
     if os.environ.get("RANK", "0") == "0":
@@ -198,10 +200,12 @@ class TaskStream:
         self.steps_per_epoch = len(tasks) // cfg.train_batch_size
         self.load_state_dict({"epoch": 0, "position": 0})
 
-    def next_batch(self) -> list[Task]:
-        if self.position + self.cfg.train_batch_size > len(self.tasks):
+    def next_batch(self, size: int | None = None) -> list[Task]:
+        """The next `size` tasks (cfg.train_batch_size), all of one epoch."""
+        size = size or self.cfg.train_batch_size
+        if self.position + size > len(self.tasks):
             self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
-        start, self.position = self.position, self.position + self.cfg.train_batch_size
+        start, self.position = self.position, self.position + size
         return [self.tasks[i] for i in self.order[start : self.position]]
 
     def state_dict(self) -> dict:

@@ -2,7 +2,9 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -30,6 +32,10 @@ class LogConfig:
     """Where metrics go besides metrics.jsonl: console, wandb."""
     rollout_dump_freq: int = 1
     """Steps between dumps of the rollouts to rollouts/STEP.jsonl; 0 for none. Validations are always dumped."""
+    replay_steps: tuple[int, ...] = ()
+    """Steps whose first mini-batch is written to replays/STEP with the weights that it met, for `python replay.py`. Skipped ones are, too."""
+    max_skipped_steps: int = 3
+    """Stop after so many steps in a row that were skipped because a gradient was not finite."""
 
 
 class Logger:
@@ -45,6 +51,9 @@ class Logger:
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             keep_lines_before(run_dir / "metrics.jsonl", first_step)
+            for path in (run_dir / "rollouts").glob("*.failed.jsonl"):  # of steps that are done again; dumps are overwritten, these grow
+                if int(path.name.removeprefix("val-").partition(".")[0]) >= first_step:
+                    path.unlink()
             if "console" in cfg.logger and sys.stderr.isatty():
                 from tqdm import tqdm
 
@@ -90,7 +99,7 @@ class Logger:
         if self.rank:
             return
         with open(self.run_dir / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, **m}) + "\n")
+            file.write(to_json({"step": step, **m}) + "\n")
         if self.wandb:
             self.wandb.log(m, step=step)
         if "console" in self.cfg.logger:
@@ -106,7 +115,7 @@ class Logger:
         ]:  # fmt: skip
             if name in m:
                 parts.append(f"{label} {m[name]:{form}}")
-        parts += [f"{name.removeprefix('val/')} {value:.3f}" for name, value in m.items() if name.startswith("val/") and "/mean@" in name]
+        parts += [f"{name.removeprefix('val/')} {m[name]:.3f}" for name in validation_means(m)]
         if m.get("actor/skipped_steps"):
             parts.append(f"SKIPPED {m['actor/skipped_steps']} updates: the gradient was not finite")
         if self.steps_timed and "timing_s/gen" in m:
@@ -126,11 +135,22 @@ class Logger:
         path = self.run_dir / "rollouts" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with open(path, "w") as file:
-            file.writelines(json.dumps(dump_record(t), default=str) + "\n" for t in trajectories)
+            file.writelines(to_json(dump_record(t)) + "\n" for t in trajectories)
+
+    def failures(self, name: str, groups: list) -> None:
+        """The traceback of every session that failed into rollouts/NAME.failed.jsonl, and a line about the first."""
+        failed = [{"row": g.task.index, "place": g.index, "error": error} for g in groups for error in g.errors]
+        if self.rank or not failed:
+            return
+        path = self.run_dir / "rollouts" / f"{name}.failed.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "a") as file:
+            file.writelines(to_json(record) + "\n" for record in failed)
+        self.say(f"{len(failed)} sessions of {sum(bool(g.errors) for g in groups)} groups failed ({path}); the first: {failed[0]['error'].strip().splitlines()[-1]}")
 
     def finish(self) -> None:
         """The last lines of a run: validation before and after, the memory of each phase, where the files are."""
-        for name in [name for name in self.last_val if "/mean@" in name]:
+        for name in validation_means(self.last_val):
             self.say(f"{name}: {self.first_val[name]:.4f} before, {self.last_val[name]:.4f} after")
         if self.memory:
             self.say("GPU memory at the end of each phase, at most, GiB: " + ", ".join(f"{phase} {gb:.1f}" for phase, gb in self.memory.items()))
@@ -154,6 +174,23 @@ def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps:
         print(settings)
         print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {cfg.run_dir} is now in {aside}" if aside else f"a new run in {cfg.run_dir}", flush=True)
     return Logger(cfg.log, cfg.run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
+
+
+def to_json(record: dict) -> str:
+    """One line that any JSON reader takes: NaN and infinities, which JSON lacks, as null, and what is no JSON as text."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(v) for v in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(record), default=str, allow_nan=False)
+
+
+def validation_means(metrics: dict[str, float]) -> list[str]:
+    return [name for name in metrics if re.fullmatch(r"val/.+/mean@\d+", name)]
 
 
 def keep_lines_before(path: Path, step: int) -> None:
@@ -184,48 +221,9 @@ def dump_record(t: Trajectory) -> dict:
     advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
     return {
         "key": t.key, "row": t.task.index, "data_source": t.task.data_source, "prompt": t.task.messages, "response": t.response, "ground_truth": t.task.ground_truth,
-        "score": None if t.score != t.score else t.score, "score_parts": t.score_parts, "advantage": advantage, "finish_reason": t.finish_reason,
+        "score": t.score, "score_parts": t.score_parts, "advantage": advantage, "finish_reason": t.finish_reason,
         "prompt_length": t.prompt_length, "response_length": t.response_length, "num_turns": t.num_turns, "weight_version": t.weight_version, "error": t.error,
     }  # fmt: skip
-
-
-def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Rewards, lengths and tokens of a step, over all ranks."""
-    scores = torch.tensor([t.score for t in trajectories if t.score == t.score], dtype=torch.float64)
-    lengths = torch.tensor([t.response_length for t in trajectories], dtype=torch.float64)
-    prompts = torch.tensor([t.prompt_length for t in trajectories], dtype=torch.float64)
-    m = {
-        "response_length/mean": lengths.mean(), "response_length/max": lengths.max(), "response_length/min": lengths.min(),
-        "response_length/clip_ratio": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
-        "rollout/prompt_length/mean": prompts.mean(), "rollout/num_trajectories": len(trajectories), "rollout/num_turns/mean": sum(t.num_turns for t in trajectories) / len(trajectories),
-        "rollout/weight_version": trajectories[0].weight_version,
-        "perf/total_num_tokens": sum(len(t.tokens) for t in trajectories), "perf/response_tokens": lengths.sum(),
-    }  # fmt: skip
-    if len(scores):
-        m |= {"reward/mean": scores.mean(), "reward/std": scores.std(correction=0), "reward/max": scores.max(), "reward/min": scores.min()}
-    for part in sorted({name for t in trajectories for name in t.score_parts}):
-        values = [t.score_parts[part] for t in trajectories if part in t.score_parts]
-        m[f"reward/{part}/mean"] = sum(values) / len(values)
-    return {name: float(value) for name, value in m.items()}
-
-
-def validation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Per data source: mean@n over all sessions (one that failed counts as wrong), its standard error over prompts, best@n, and the mean response length."""
-    by_source: dict[str, dict[str, list[Trajectory]]] = {}
-    for t in trajectories:
-        by_source.setdefault(t.task.data_source, {}).setdefault(t.uid, []).append(t)
-    metrics = {}
-    for source, prompts in by_source.items():
-        scores = [[t.score if t.score == t.score else 0.0 for t in group] for group in prompts.values()]
-        n = max(len(s) for s in scores)
-        means = torch.tensor([sum(s) / len(s) for s in scores], dtype=torch.float64)
-        metrics[f"val/{source}/mean@{n}"] = float(means.mean())
-        metrics[f"val/{source}/stderr"] = float(means.std(correction=0) / len(means) ** 0.5)
-        if n > 1:
-            metrics[f"val/{source}/best@{n}"] = sum(max(s) for s in scores) / len(scores)
-        lengths = [t.response_length for group in prompts.values() for t in group]
-        metrics[f"val/{source}/response_length"] = sum(lengths) / len(lengths)
-    return metrics
 
 
 def move_aside(run_dir: Path) -> Path | None:

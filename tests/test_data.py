@@ -1,4 +1,7 @@
+import datetime
 import json
+import os
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -6,10 +9,15 @@ from types import SimpleNamespace
 import pyarrow
 import pyarrow.parquet
 import pytest
+import reasoning_gym
+from reasoning_gym.algorithmic.word_sorting import TextTransformation
+from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import procedural
 from batch import Task
+from conftest import ROOT
 from data import DataConfig, TaskStream, filter_overlong, fit, load_tasks, render
 
 TEMPLATE = (
@@ -287,7 +295,7 @@ def test_filter_counts_tools(tokenizer):
     task, cfg = Task(CHAT, "exact", 0), DataConfig(max_prompt_length=5)
     assert filter_overlong([task], tokenizer, cfg) == [task]
     with pytest.raises(ValueError, match=r"all 1 prompts are longer than data\.max_prompt_length=5"):
-        filter_overlong([task], tokenizer, cfg, tools)
+        filter_overlong([task], tokenizer, cfg, lambda task: (task.messages, tools))
 
 
 def test_a_template_that_raises_names_the_row(tokenizer):
@@ -325,6 +333,17 @@ def test_an_epoch_of_whole_batches_hands_out_every_row():
     assert sorted(sum(epoch, [])) == list(range(6))
 
 
+def test_filter_counts_what_an_agent_makes_of_the_prompt(tokenizer):
+    tasks, cfg = [Task("1 2", "exact", 0, index=0), Task(CHAT, "exact", 0, index=1)], DataConfig(max_prompt_length=5)
+    longer = lambda task: ([{"role": "system", "content": "1"}, *CHAT] if task.index else "1 2 3 4", None)
+    assert filter_overlong(tasks, tokenizer, cfg) == tasks and filter_overlong(tasks, tokenizer, cfg, longer) == tasks[:1]
+
+
+def test_a_smaller_batch_takes_the_next_rows_and_never_two_epochs():
+    stream = TaskStream(tasks_of(5), DataConfig(train_batch_size=2, shuffle=False), seed=0)
+    assert [[t.index for t in stream.next_batch(size)] for size in (None, 1, 1, 2, None)] == [[0, 1], [2], [3], [0, 1], [2, 3]]
+
+
 def test_file_order_without_shuffle():
     stream = TaskStream(tasks_of(5), DataConfig(train_batch_size=2, shuffle=False), seed=0)
     assert draw(stream, 5) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
@@ -358,3 +377,103 @@ def test_resume_on_fewer_rows():
 def test_dataset_smaller_than_a_batch():
     with pytest.raises(ValueError, match=r"has 3 rows, fewer than data\.train_batch_size=4"):
         TaskStream(tasks_of(3), DataConfig(train_batch_size=4), seed=0)
+
+
+# Tasks of reasoning_gym
+
+
+def gym(source, **knobs):
+    return load(f"reasoning_gym:{source}", **knobs)
+
+
+def test_reasoning_gym_rows_are_its_own(monkeypatch):
+    entry = reasoning_gym.create_dataset("chain_sum", size=3, seed=42, min_terms=3, max_terms=3)[2]
+    tasks = gym("chain_sum?size=3&seed=42&min_terms=3&max_terms=3")
+    assert len(tasks) == 3 and tasks[2].index == 2 and tasks[2].data_source == "reasoning_gym/chain_sum"
+    assert tasks[2].ground_truth == entry["answer"] and tasks[2].extra_info == entry
+    [message] = tasks[2].messages
+    assert message["role"] == "user" and message["content"].startswith(entry["question"]) and "<answer>" in message["content"]
+
+
+def test_tasks_take_turns_and_max_samples_counts_rows():
+    sources = [t.data_source.partition("/")[2] for t in gym("chain_sum,countdown?size=2")]
+    assert sources == ["chain_sum", "countdown", "chain_sum", "countdown"]
+    assert len(load_tasks(("reasoning_gym:chain_sum",), DataConfig(), 7)) == 7
+
+
+def test_default_is_500_rows_from_seed_0():
+    assert (tasks := gym("leg_counting")) == gym("leg_counting?seed=0&size=500") and len(tasks) == 500
+    assert gym("leg_counting?size=5&seed=3") == [Task(t.messages, t.data_source, t.ground_truth, t.extra_info, None, i) for i, t in enumerate(gym("leg_counting?size=5&seed=3"))]
+    assert gym("leg_counting?size=5&seed=3")[0].messages == tasks[3].messages != tasks[0].messages
+
+
+def test_every_task_loads_and_is_the_same_in_every_process(tmp_path):
+    """Several tasks look at the hash seed or at the global random state: ranks and restarts would train on different rows."""
+    names = sorted(set(DATASETS) - {"composite"})
+    assert len(names) > 100
+    script = f"import json, random; from data import *; random.seed(); print(json.dumps([(t.messages, t.extra_info) for t in load_tasks(('reasoning_gym:{','.join(names)}?size=2',), DataConfig())], default=str))"
+    made = [subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout for seed in "12"]
+    assert made[0] == made[1] and len(json.loads(made[0])) == 2 * len(names)
+
+
+@pytest.mark.parametrize(
+    "name, text, value",
+    [
+        ("basic_arithmetic", "format_style=natural", "natural"),
+        ("basic_arithmetic", "allow_parentheses=false", False),
+        ("basic_arithmetic", "operators=+,*", ["+", "*"]),
+        ("complex_arithmetic", "operations_weights=0,1,0,0", [0.0, 1.0, 0.0, 0.0]),
+        ("complex_arithmetic", "operations=+,-", ("+", "-")),
+        ("time_intervals", "min_date=2001-02-03", datetime.date(2001, 2, 3)),
+        ("word_sorting", "transformation=uppercase", TextTransformation.UPPERCASE),
+        ("binary_alternation", "p_solvable=1", 1.0),
+        ("chain_sum", "seed=7", 7),
+    ],
+)
+def test_options_take_the_type_of_their_field(name, text, value):
+    _, options = procedural.parse(f"reasoning_gym:{name}?{text}", "data.train_files")
+    typed = procedural.typed_options(name, options, "data.train_files")[text.partition("=")[0]]
+    assert typed == value and type(typed) is type(value)
+
+
+@pytest.mark.parametrize(
+    "source, says",
+    [
+        ("chainsum", ["no task 'chainsum'", "did you mean chain_sum"]),
+        ("composite", ["no task 'composite'"]),
+        ("chain_sum?terms=3", ["chain_sum has no option 'terms'", "min_terms", "max_terms"]),
+        ("chain_sum,leg_counting?min_terms=3", ["leg_counting has no option 'min_terms'", "min_animals"]),
+        ("chain_sum?min_terms=few", ["min_terms=few is no int"]),
+        ("basic_arithmetic?format_style=odd", ["format_style=odd", "simple, natural"]),
+        ("chain_sum?allow_negation=maybe", ["allow_negation=maybe is no bool"]),
+        ("chain_sum?min_terms=5&max_terms=2", ["can't be made", "max_terms must be"]),
+        ("chain_sum?size=0", ["size='0'", "at least one"]),
+        ("chain_sum?seed=-1", ["seed='-1'"]),
+        ("chain_sum?size", ["NAME,NAME?option=value"]),
+        ("", ["NAME,NAME?option=value"]),
+        ("chain_sum,?size=2", ["NAME,NAME?option=value"]),
+    ],
+)
+def test_bad_reasoning_gym_source(source, says):
+    with pytest.raises(ValueError) as e:
+        gym(source)
+    for part in ["data.train_files", *says]:
+        assert part in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_reasoning_gym_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ValueError, match=r"data\.train_files.*pip install reasoning-gym"):
+        gym("chain_sum")
+
+
+@pytest.mark.parametrize("val, clean", [("chain_sum?seed=499", False), ("chain_sum", False), ("leg_counting,chain_sum?size=9&seed=3", False),
+                                        ("chain_sum?seed=500", True), ("leg_counting", True), ("chain_sum?min_terms=6", True)])  # fmt: skip
+def test_validation_may_not_hold_rows_of_training(val, clean):
+    files = {"train_files": ("a.jsonl", "reasoning_gym:chain_sum,countdown?seed=0&size=500"), "val_files": ("b.jsonl", f"reasoning_gym:{val}")}
+    if clean:
+        DataConfig(**files)
+        return
+    with pytest.raises(ValueError, match=r"data\.val_files: rows of reasoning_gym:chain_sum.*seed of 500 or more"):
+        DataConfig(**files)

@@ -1,0 +1,76 @@
+"""Folders that are complete or not there at all: what a checkpoint's manifest says, and how its files get onto the disk."""
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+HASHED_BYTES = 64 * 2**20  # files up to this size are hashed, at 1.4 GB/s; of larger ones, which are flushed before the manifest, the size must do
+
+
+def say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+def newest(folder: Path) -> Path | None:
+    """The complete checkpoint that was saved last; says which later ones are not complete."""
+    marker = folder / "latest"
+    named = [folder / marker.read_text().strip()] if marker.exists() else []  # may be gone
+    reasons = {path: damage(path) for path in sorted({*folder.glob("step-*"), *named})}
+    complete = [path for path, reason in reasons.items() if not reason]
+    chosen = max(complete, key=lambda path: json.loads((path / "manifest.json").read_text())["time"], default=None)
+    for path, reason in reasons.items():
+        if reason and (chosen is None or path.name > chosen.name):
+            say(f"{path} is passed over: {reason}")
+    if reasons and not chosen:
+        raise ValueError(f"no checkpoint in {folder} is complete: set checkpoint.resume=never to start afresh, or to the folder of another one")
+    return chosen
+
+
+def damage(folder: Path) -> str | None:
+    """Why a checkpoint is not complete; None when its files are those of its manifest."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+    except (OSError, ValueError) as error:
+        return f"its manifest can't be read ({type(error).__name__})"
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is gone"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, {size} were written"
+        if hash_of(path) != digest:
+            return f"{name} has other bytes than were written"
+    return None
+
+
+def hash_of(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size <= HASHED_BYTES else None
+
+
+def write_manifest(folder: Path) -> None:
+    """Everything in the folder onto the disk, then the list of it."""
+    paths = sorted(folder.rglob("*"))
+    for path in paths:
+        flush(path)
+    files = {str(path.relative_to(folder)): (path.stat().st_size, hash_of(path)) for path in paths if path.is_file()}
+    write_durably(folder / "manifest.json", json.dumps({"time": time.time(), "files": files}))
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file at once: whatever happens, either the old or the new text is there."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    flush(temporary)
+    os.replace(temporary, path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

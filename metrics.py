@@ -1,0 +1,88 @@
+"""Numbers of a step and of a validation, from the list of trajectories that every rank holds: pure functions.
+
+In validation a session that failed, or that could not be scored, counts as wrong. Its trajectories are not in the list, so
+the tasks and the sessions a task say how many there should have been.
+"""
+import math
+
+import torch
+
+from batch import Task, Trajectory
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Rewards, lengths and tokens of a step, over all ranks; agent/NAME/mean of what the agents measured."""
+    lengths = [t.response_length for t in trajectories]
+    metrics = {
+        "response_length/mean": mean(lengths), "response_length/max": max(lengths), "response_length/min": min(lengths),
+        "response_length/clip_ratio": mean([t.finish_reason == "length" for t in trajectories]),
+        "rollout/prompt_length/mean": mean([t.prompt_length for t in trajectories]), "rollout/num_trajectories": len(trajectories),
+        "rollout/num_turns/mean": mean([t.num_turns for t in trajectories]), "rollout/weight_version": trajectories[0].weight_version,
+        "perf/total_num_tokens": sum(len(t.tokens) for t in trajectories), "perf/response_tokens": sum(lengths),
+    }  # fmt: skip
+    if scores := [t.score for t in trajectories if t.score == t.score]:
+        spread = torch.tensor(scores, dtype=torch.float64).std(correction=0)
+        metrics |= {"reward/mean": mean(scores), "reward/std": spread, "reward/max": max(scores), "reward/min": min(scores)}
+    metrics |= means("reward", [t.score_parts for t in trajectories]) | means("agent", [t.metrics for t in trajectories])
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def mean(values: list) -> float:
+    return math.fsum(values) / len(values)
+
+
+def means(group: str, parts: list[dict[str, float]]) -> dict[str, float]:
+    """GROUP/NAME/mean of every name, over those that have it."""
+    names = sorted({name for part in parts for name in part})
+    return {f"{group}/{name}/mean": mean([part[name] for part in parts if name in part]) for name in names}
+
+
+def validation_metrics(trajectories: list[Trajectory], tasks: list[Task], n: int) -> dict[str, float]:
+    """Per data source mean@n and pass@k, each with its standard error over prompts; best@n; lengths and counts. val/mean is the mean of the sources' mean@n.
+
+    The value of a session is `acc` where its reward gives one, else the score; of several outputs the last one's. Correct is 1
+    or more: rewards of 0 or 1, or of -1 or 1, are right as they are, one on another scale gives `acc`. A failed session is worth
+    0, or the lowest value of its source when that is negative.
+    """
+    values = session_values(trajectories)
+    rows: dict[str, list[list[float]]] = {}  # data source -> prompts -> their sessions' values, NaN for a failed one
+    for task in tasks:
+        known = values.get(task.index, {})
+        rows.setdefault(task.data_source, []).append([known.get(session_id, math.nan) for session_id in range(n)])
+    metrics = {"val/mean": 0.0}
+    for source, prompts in rows.items():
+        failed = sum(value != value for row in prompts for value in row)
+        wrong = min([0.0, *(value for row in prompts for value in row if value == value)])
+        prompts = [[wrong if value != value else value for value in row] for row in prompts]
+        metrics |= with_stderr(f"val/{source}/mean@{n}", [mean(row) for row in prompts])
+        metrics["val/mean"] += metrics[f"val/{source}/mean@{n}"] / len(rows)
+        for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+            metrics |= with_stderr(f"val/{source}/pass@{k}", [pass_at_k(n, sum(value >= 1 - 1e-9 for value in row), k) for row in prompts])
+        if n > 1:
+            metrics[f"val/{source}/best@{n}"] = mean([max(row) for row in prompts])
+        lengths = [t.response_length for t in trajectories if t.task.data_source == source]
+        metrics |= {f"val/{source}/response_length": mean(lengths)} if lengths else {}
+        metrics |= {f"val/{source}/failed_sessions": failed / (n * len(prompts)), f"val/{source}/num_sessions": float(n * len(prompts))}
+    return metrics
+
+
+def session_values(trajectories: list[Trajectory]) -> dict[int, dict[int, float]]:
+    """Row number -> session -> the value of its last output."""
+    values: dict[int, dict[int, float]] = {}
+    for t in sorted(trajectories, key=lambda t: t.index):
+        values.setdefault(t.task.index, {})[t.session_id] = t.score_parts.get("acc", t.score)
+    return values
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that k of n sessions, drawn without replacement, hold a correct one: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021)."""
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def with_stderr(name: str, values: list[float]) -> dict[str, float]:
+    """The mean of a value over prompts, and as NAME/stderr its standard error; one prompt has none."""
+    center = mean(values)
+    if len(values) == 1:
+        return {name: center}
+    variance = math.fsum((value - center) ** 2 for value in values) / (len(values) - 1)
+    return {name: center, f"{name}/stderr": math.sqrt(variance / len(values))}
