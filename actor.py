@@ -5,9 +5,7 @@ weights for vLLM. [T, V] logits never exist whole: the LM head computes log-prob
 """
 import inspect
 import math
-import os
 import random
-import socket
 import types
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from batch import Batch, Trajectory, collate, group_by_prompt, pack
+from launch import make_plugin
 from loss import count_totals, policy_loss
 
 HEAD_CHUNK_ELEMENTS = 2**28  # logits that the LM head holds at once, in float32: 1 GiB
@@ -62,6 +61,8 @@ class ActorConfig:
     """Recompute each layer's activations in the backward pass."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights after its forward (ZeRO-3); off keeps them until the backward (ZeRO-2)."""
+    fsdp_size: int = -1
+    """GPUs that share one copy of weights and optimizer (HSDP); a divisor of all, say those of one host. -1: all; 1: each has a whole copy."""
 
     def __post_init__(self):
         for knob in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"):
@@ -70,6 +71,8 @@ class ActorConfig:
         for knob in ("lr", "grad_clip", "weight_decay", "lr_warmup_steps"):
             if getattr(self, knob) < 0:
                 raise ValueError(f"actor.{knob}={getattr(self, knob)} must not be negative")
+        if self.fsdp_size < 1 and self.fsdp_size != -1:
+            raise ValueError(f"actor.fsdp_size={self.fsdp_size} must be at least 1, or -1 for all processes")
 
 
 @dataclass(frozen=True)
@@ -88,45 +91,6 @@ def lr_factor(step: int, total_steps: int, cfg: ActorConfig) -> float:
         return 1.0
     progress = min((step - cfg.lr_warmup_steps) / max(total_steps - cfg.lr_warmup_steps, 1), 1.0)
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def make_accelerator(cfg: ActorConfig):
-    """An Accelerator with FSDP2 active, at any number of processes, on GPUs (NCCL) and on the CPU (gloo).
-
-    accelerate ignores the FSDP plugin when no launcher set a rank, and on the CPU. Here neither passes silently.
-    """
-    from accelerate import Accelerator
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    if "RANK" not in os.environ:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    cpu = not torch.cuda.is_available()
-    plugin = make_plugin(cfg, reshard_after_forward=cfg.reshard_after_forward, activation_checkpointing=cfg.enable_gradient_checkpointing)
-    accelerator = Accelerator(cpu=cpu, fsdp_plugin=plugin, mixed_precision="bf16" if cfg.dtype == "bfloat16" else "no")
-    if cpu:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        # Every AcceleratorState() copies PartialState again, so both have to say it.
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
-    assert accelerator.distributed_type == DistributedType.FSDP, f"FSDP is not active: accelerate says {accelerator.distributed_type}"
-    return accelerator
-
-
-def make_plugin(cfg: ActorConfig, **kwargs):
-    """accelerate's FSDP2 plugin: one shard group a transformer layer, compute in cfg.dtype, reduction in float32."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, mixed_precision_policy=policy, **kwargs
-    )
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs):
@@ -148,9 +112,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
 
     mask = None
     if sliding_window is not None and packing.max_seqlen > sliding_window:
-        offset = torch.arange(packing.max_seqlen, device=q.device)
-        offset = offset[:, None] - offset[None, :]
-        mask = (offset >= 0) & (offset < sliding_window)
+        mask = torch.ones(packing.max_seqlen, packing.max_seqlen, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
     out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2)[rows, columns][None], None
 
@@ -159,11 +121,8 @@ def head_forward(head, hidden):
     """Replaces lm_head.forward: log-prob and entropy of head.targets, [1, K, hidden] -> [1, K, 2] float32, in chunks of K."""
     hidden = hidden.reshape(-1, hidden.size(-1))  # [K, hidden]
     rows = max(1, HEAD_CHUNK_ELEMENTS // head.weight.size(0))
-    chunks = [
-        checkpoint(head_chunk, h, t, head.weight, head.bias, head.temperature, head.num_tokens, use_reentrant=False)
-        for h, t in zip(hidden.split(rows), head.targets.split(rows))
-    ]
-    return torch.cat(chunks, 1)
+    chunks, rest = zip(hidden.split(rows), head.targets.split(rows)), (head.weight, head.bias, head.temperature, head.num_tokens)
+    return torch.cat([checkpoint(head_chunk, h, t, *rest, use_reentrant=False) for h, t in chunks], 1)
 
 
 def head_chunk(hidden, targets, weight, bias, temperature: float, num_tokens: int):
@@ -201,14 +160,8 @@ def forward(model, batch: Batch):
     sampled = batch.response_mask.nonzero()[:, 0]  # [K]
     assert len(sampled), "a micro-batch without a sampled token has nothing to compute"
     model.get_output_embeddings().targets = batch.tokens[sampled]
-    out = model(
-        input_ids=batch.tokens[None],
-        position_ids=batch.position_ids[None],
-        attention_mask=None,
-        use_cache=False,
-        logits_to_keep=sampled - 1,
-        packing=batch,
-    ).logits[0]  # [K, 2]
+    inputs = {"input_ids": batch.tokens[None], "position_ids": batch.position_ids[None], "attention_mask": None}
+    out = model(**inputs, use_cache=False, logits_to_keep=sampled - 1, packing=batch).logits[0]  # [K, 2]
     zeros = out.new_zeros(len(batch.tokens))
     return zeros.index_put((sampled,), out[:, 0]), zeros.index_put((sampled,), out[:, 1])
 
@@ -278,6 +231,7 @@ class Actor:
         optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, fused=self.device.type == "cuda")
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.model.eval()  # no dropout: vLLM has none, and old and current log-probs must be of one policy
+        self.num_copies = dist.get_world_size() // next(self.model.parameters()).device_mesh.shape[-1]
         self.version = 0  # training steps done
 
     def score(self, trajectories: list[Trajectory]) -> list[torch.Tensor]:
@@ -292,34 +246,39 @@ class Actor:
         lr = self.cfg.lr * lr_factor(step, total_steps, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        sums: dict[str, list] = {}  # metric -> [sum, count], over micro-batches
-        norms: list[float] = []
+        self.updates, self.fullest = [], 0  # (mini-batch, sums of its metrics, gradient norm) of each optimizer step
         own: dict[int, torch.Tensor] | None = {} if trajectories[0].old_logprobs is None else None
         for mini_batch in self.mini_batches(trajectories, f"{seed}/{step}"):
-            assert own is None or not norms, "a second update needs old_logprobs from before the first"
-            totals = count_totals(mini_batch)
-            for indices, batch in self.micro_batches(mini_batch):
-                logprobs, entropy = forward(self.model, batch)
-                loss, metrics = policy_loss(batch, logprobs, entropy, loss_cfg, totals)
-                self.accelerator.backward(loss * dist.get_world_size())  # FSDP averages gradients over the ranks
-                for name, pair in metrics.items():
-                    sums[name] = [old + new for old, new in zip(sums.get(name, (0.0, 0.0)), pair)]
-                if own is not None:
-                    own |= zip(indices, logprobs.detach().split(batch.cu_seqlens.diff().tolist()))
-            norms.append(self.optimizer_step())
+            assert own is None or not self.updates, "a second update needs old_logprobs from before the first"
+            self.updates.append((mini_batch, self.backward(mini_batch, loss_cfg, own), self.optimizer_step()))
+            if not math.isfinite(self.updates[-1][2]):
+                break  # the rest of the step is left out, so that the weights stay those that this mini-batch met
         if own is not None:
             places = {id(t): i for i, t in enumerate(mini_batch)}
             shared = share_logprobs(own, [len(t.tokens) for t in mini_batch], self.device)
             for t in trajectories:
                 t.old_logprobs = shared[places[id(t)]]
         self.version = step + 1
-        finite = [norm for norm in norms if math.isfinite(norm)]
+        sums: dict[str, list] = {}
+        for _, more, _ in self.updates:
+            add_sums(sums, more)
+        norms = [norm for _, _, norm in self.updates if math.isfinite(norm)]
         return reduce_sums(sums) | {
-            "actor/grad_norm": sum(finite) / max(len(finite), 1),
-            "actor/skipped_steps": len(norms) - len(finite),
-            "actor/num_updates": len(norms),
-            "actor/lr": lr,
-        }
+            "actor/grad_norm": sum(norms) / len(norms) if norms else math.nan, "actor/skipped_steps": len(self.updates) - len(norms), "actor/num_updates": len(self.updates), "actor/lr": lr,
+            "perf/token_imbalance": self.fullest * dist.get_world_size() / sum(len(t.tokens) for mini_batch, _, _ in self.updates for t in mini_batch) - 1,
+        }  # fmt: skip
+
+    def backward(self, mini_batch: list[Trajectory], loss_cfg, own: dict | None = None) -> dict[str, list]:
+        """The gradient of a mini-batch's loss, into the parameters. Returns its metrics as [sum, count] of this rank; puts its log-probs into `own`."""
+        totals, sums = count_totals(mini_batch), {}
+        for indices, batch in self.micro_batches(mini_batch):
+            logprobs, entropy = forward(self.model, batch)
+            loss, metrics = policy_loss(batch, logprobs, entropy, loss_cfg, totals)
+            self.accelerator.backward(loss * dist.get_world_size())  # FSDP averages gradients over the ranks
+            add_sums(sums, metrics)
+            if own is not None:
+                own |= zip(indices, logprobs.detach().split(batch.cu_seqlens.diff().tolist()))
+        return sums
 
     def mini_batches(self, trajectories: list[Trajectory], seed: str):
         """Trajectories of ppo_mini_batch_size prompts at a time, ppo_epochs times."""
@@ -332,21 +291,27 @@ class Actor:
 
     def micro_batches(self, mini_batch: list[Trajectory]):
         """This rank's part of a mini-batch as (indices, packed batch). A rank with nothing left runs a forward that adds 0, since FSDP needs every rank."""
-        budget = self.cfg.ppo_max_token_len_per_gpu if self.cfg.use_dynamic_bsz else None
-        plan = pack([len(t.tokens) for t in mini_batch], dist.get_world_size(), budget, self.cfg.ppo_micro_batch_size_per_gpu)
-        for indices in plan[dist.get_rank()]:
+        lengths, most = [len(t.tokens) for t in mini_batch], self.cfg.ppo_max_token_len_per_gpu if self.cfg.use_dynamic_bsz else None
+        plan = pack(lengths, dist.get_world_size(), most, self.cfg.ppo_micro_batch_size_per_gpu)
+        self.fullest += max(sum(lengths[i] for indices in rank for i in indices) for rank in plan)  # tokens of the rank that the others wait for
+        for left, indices in zip(range(len(plan[0]))[::-1], plan[dist.get_rank()]):
+            self.model.set_requires_all_reduce(left == 0)  # copies of the weights (HSDP) add up their gradients once, at the last
             batch = collate([mini_batch[i] for i in indices or [0]], self.device)
             if not indices:
                 batch.loss_mask = torch.zeros_like(batch.loss_mask)
             yield indices, batch
 
-    def optimizer_step(self) -> float:
-        """Clip, step, and clear the gradients; a gradient that is not finite changes nothing. Returns its norm over all ranks."""
-        grads = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]  # this rank's shards
+    def gradient(self) -> tuple[list[torch.Tensor], float]:
+        """This rank's shards of the gradient, and the whole one's norm. A collective."""
+        grads = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
         square = torch.stack(torch._foreach_norm(grads)).square().sum()
         if dist.get_world_size() > 1:
             dist.all_reduce(square)
-        norm = float(square.sqrt())
+        return grads, float((square / self.num_copies).sqrt())  # every copy has added its own
+
+    def optimizer_step(self) -> float:
+        """Clip, step, and clear the gradients; a gradient that is not finite changes nothing. Returns its norm over all ranks."""
+        grads, norm = self.gradient()
         if math.isfinite(norm):
             torch._foreach_mul_(grads, min(1.0, self.cfg.grad_clip / (norm + 1e-6)))
             self.optimizer.step()
@@ -363,9 +328,14 @@ class Actor:
         for name, parameter in self.model.named_parameters():
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
-            # The shard is cast before it is gathered: half the bytes. With one rank it is the whole.
-            alone = parameter.device_mesh.size() == 1
+            # The shard is cast before it is gathered: half the bytes. With one shard it is the whole.
+            alone = parameter.device_mesh.shape[-1] == 1
             yield name, parameter.to_local().to(dtype) if alone else parameter.to(dtype).full_tensor()
+
+
+def add_sums(sums: dict[str, list], more: dict) -> None:
+    for name, pair in more.items():
+        sums[name] = [old + new for old, new in zip(sums.get(name, (0.0, 0.0)), pair)]
 
 
 def reduce_sums(sums: dict[str, list]) -> dict[str, float]:

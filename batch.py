@@ -5,8 +5,6 @@ Letters, the same in every file: P prompts · G sessions a prompt · L tokens of
 log-prob at t is that of token t.
 """
 import heapq
-import os
-import sys
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,10 +47,12 @@ class Trajectory:
     finish_reason: str = ""  # vLLM's, of the last turn: stop | length
     weight_version: int = -1  # optimizer state that sampled it: the number of training steps done
     num_turns: int = 0
-    response: str = ""  # the response as text, without special tokens
+    response: str = ""  # all after the prompt as text, without special tokens
+    answer: str = ""  # the policy's last turn as text: what rules judge, so that a tool's result is not taken for an answer
     score: float = float("nan")  # NaN: could not be scored; not the same as 0
     baseline: float = 0.0  # the reward of a greedy session of the same prompt (remax)
     score_parts: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # the agent's own, averaged in the log
     error: str | None = None  # traceback of the reward that failed
     loss_mask: torch.Tensor | None = None  # [L] bool, response_mask less what is left out of the loss
     token_level_rewards: torch.Tensor | None = None  # [L] the score at the last sampled token, less KL when asked for
@@ -88,6 +88,12 @@ class Trajectory:
     def response_length(self) -> int:
         return sum(self.response_mask)
 
+    @property
+    def last_turn(self) -> list[int]:
+        """Tokens of the policy's last turn."""
+        end = len(self.tokens) - self.response_mask[::-1].index(1)
+        return self.tokens[end - [*self.response_mask[:end][::-1], 0].index(0) : end]
+
 
 @dataclass
 class Batch:
@@ -110,30 +116,14 @@ class Batch:
         return len(self.cu_seqlens) - 1
 
 
-def relaunch_ranks() -> None:
-    """On a machine without GPUs `accelerate launch --num_processes N` starts one process, silently. Become N of them.
-
-    It leaves MASTER_ADDR but no rank in the environment; how many were asked for stands only in its command line.
-    """
-    if torch.cuda.is_available() or "LOCAL_RANK" in os.environ or "MASTER_ADDR" not in os.environ:
-        return
-    import psutil
-
-    words = psutil.Process(os.getppid()).cmdline()
-    asked = [(word + "=" + after).split("=")[1] for word, after in zip(words, [*words[1:], ""]) if word.split("=")[0] == "--num_processes"]
-    if not asked:
-        raise ValueError("accelerate starts one process on a machine without GPUs, whatever its configuration says: put --num_processes N on its command line")
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked[0]}", *sys.argv])
-
-
 def prompt_uid(*key) -> str:
     """UUID of a prompt in a step, from what names it (run seed, step, place): the same after a restart, another one in every other step."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, repr(key)))
 
 
-def rank_share(items: list) -> tuple[int, list]:
-    """This rank's contiguous part of `items`, and where it starts: parts in rank order are the whole, in order."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def rank_share(items: list, ranks: int = 1) -> tuple[int, list]:
+    """The contiguous part of `items` of this rank, or of the `ranks` that share one, and where it starts: parts in rank order are the whole, in order."""
+    rank, world_size = (dist.get_rank() // ranks, dist.get_world_size() // ranks) if dist.is_initialized() else (0, 1)
     first = rank * len(items) // world_size
     return first, items[first : (rank + 1) * len(items) // world_size]
 

@@ -15,7 +15,7 @@ import yaml
 
 from actor import ActorConfig, RefConfig
 from advantage import ESTIMATORS, GROUP_ESTIMATORS, AlgorithmConfig
-from agent import AGENTS, AgentConfig
+from agent import AgentConfig, check_agents
 from checkpoint import CheckpointConfig
 from data import DataConfig
 from log import LogConfig
@@ -142,10 +142,10 @@ def check(cfg: Config, world_size: int) -> None:
     for knob, value, known in [
         ("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ESTIMATORS),
         ("loss.loss_mode", cfg.loss.loss_mode, LOSSES),
-        ("agent.default_agent_loop", cfg.agent.default_agent_loop, AGENTS),
     ]:
         if value not in known:
             raise ValueError(f"{knob}={value} is not known{nearest(value, known)}; known: {', '.join(known)}")
+    check_agents([], cfg.agent)
     load_reward(cfg.reward)  # the rule's name, or the user's file; the rows' data_sources come later
     if not cfg.actor.path:
         raise ValueError("actor.path is empty: name a Hugging Face model folder or id")
@@ -157,6 +157,8 @@ def check(cfg: Config, world_size: int) -> None:
         raise ValueError(f"data.train_batch_size={batch} is not a multiple of actor.ppo_mini_batch_size={mini}: a step is a whole number of mini-batches")
     if batch < world_size or mini * n < world_size:
         raise ValueError(f"{world_size} processes are too many for data.train_batch_size={batch} prompts a step and actor.ppo_mini_batch_size={mini} x rollout.n={n} trajectories an update: each process needs one of both")
+    if world_size % cfg.rollout.tensor_model_parallel_size:
+        raise ValueError(f"rollout.tensor_model_parallel_size={cfg.rollout.tensor_model_parallel_size} does not divide the {world_size} processes (accelerate launch --num_processes)")
     if n == 1 and (cfg.algorithm.adv_estimator in GROUP_ESTIMATORS or cfg.algorithm.filter_groups):
         raise ValueError(f"rollout.n=1 gives algorithm.adv_estimator={cfg.algorithm.adv_estimator} or filter_groups no group to compare in: set rollout.n to 2 or more")
     for knob in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu") if cfg.actor.use_dynamic_bsz else ():

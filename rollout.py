@@ -1,20 +1,15 @@
-"""The in-process vLLM engine: it drives agents, sleeps while the actor trains, and wakes to new weights.
-
-Every private name of vLLM that Lockstep touches is in the shim at the top.
-"""
+"""Groups of sessions: each prompt of a step, its sessions in one continuously batched loop, their deadlines, failures and scores."""
 import asyncio
-import contextlib
-import gc
-import os
-from dataclasses import dataclass
+import math
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-
-from agent import AGENTS, Policy, Reply, session_seed, stop_token_ids
-from batch import Task, Trajectory, prompt_uid, rank_share
-
-VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
+from advantage import set_baselines
+from agent import Policy, PromptTooLong, find_agent, session_seed
+from batch import Task, Trajectory, gather, group_kind, prompt_uid, rank_share
+from reward import check_failures, too_many_failed
 
 
 @dataclass(frozen=True)
@@ -29,6 +24,16 @@ class RolloutConfig:
     """Sample from the k likeliest tokens, 0 for all. The actor does not reproduce the cut: keep 0 in training."""
     ignore_eos: bool = False
     """Sample on past the end of turn, up to max_response_length (for benchmarks)."""
+    session_timeout_s: float = 1800.0
+    """Seconds that a session may take, from the start of the rollout; one that takes longer has failed."""
+    group_timeout_s: float = 3600.0
+    """Seconds that a prompt's sessions and their scores may take; what has not ended by then has failed."""
+    failed_groups: Literal["drop", "survivors", "refill", "raise"] = "drop"
+    """When a session of a group failed: drop the group, train on its survivors, refill with fresh prompts, or raise."""
+    max_failed_fraction: float = 0.5
+    """Stop when more than this share of a step's groups failed."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share one vLLM; each engine of so many GPUs samples its share of the prompts."""
     gpu_memory_utilization: float = 0.5
     """Share of the GPU that vLLM takes while it is awake: weights, activations and KV cache."""
     kv_cache_memory_bytes: int | None = None
@@ -43,13 +48,17 @@ class RolloutConfig:
     """Most tokens of one engine step; vLLM's default when not given."""
 
     def __post_init__(self):
-        if self.n < 1:
-            raise ValueError(f"rollout.n={self.n} must be at least 1")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"rollout.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
-        if self.temperature <= 0:
-            raise ValueError(f"rollout.temperature={self.temperature} must be above 0: a greedy policy has no log-probs to learn from (val.temperature may be 0)")
-        check_cuts(self, "rollout")
+        check_sampling(self, "rollout")
+        if not 0 < self.gpu_memory_utilization <= 1 or not 0 <= self.max_failed_fraction <= 1:
+            raise ValueError(f"rollout.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1, rollout.max_failed_fraction={self.max_failed_fraction} in 0..1")
+        if self.temperature == 0:
+            raise ValueError("rollout.temperature=0.0 must be above 0: a greedy policy has no log-probs to learn from (val.temperature may be 0)")
+        for knob in ("session_timeout_s", "group_timeout_s", "tensor_model_parallel_size", "kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, knob)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"rollout.{knob}={value} must be above 0")
+        if self.failed_groups not in ("drop", "survivors", "refill", "raise"):
+            raise ValueError(f"rollout.failed_groups={self.failed_groups!r} must be drop, survivors, refill or raise")
 
 
 @dataclass(frozen=True)
@@ -64,247 +73,146 @@ class ValConfig:
     """Sample validation from the k likeliest tokens, 0 for all."""
 
     def __post_init__(self):
-        if self.n < 1 or self.temperature < 0:
-            raise ValueError(f"val.n={self.n} must be at least 1 and val.temperature={self.temperature} not negative")
-        check_cuts(self, "val")
+        check_sampling(self, "val")
 
 
-def check_cuts(cfg, group: str) -> None:
+def check_sampling(cfg: RolloutConfig | ValConfig, group: str) -> None:
+    if cfg.n < 1 or not 0 <= cfg.temperature < math.inf:
+        raise ValueError(f"{group}.n={cfg.n} must be at least 1, {group}.temperature={cfg.temperature} a number that is not negative")
     if not 0 < cfg.top_p <= 1 or cfg.top_k < 0:
         raise ValueError(f"{group}.top_p={cfg.top_p} must be above 0 and at most 1, {group}.top_k={cfg.top_k} not negative")
 
 
-# The shim: vLLM's private names, and what its CPU build needs.
+@dataclass
+class Group:
+    """A prompt of a step and its sessions. pending -> running -> finished, or failure when any session raised or passed its deadline."""
+
+    task: Task
+    index: int  # place in the step
+    status: str = "pending"
+    trajectories: list[Trajectory] = field(default_factory=list)  # of the sessions that ended well, in the order of their ids
+    errors: list[str] = field(default_factory=list)  # of the others, as tracebacks
 
 
-def import_vllm():
-    """vLLM in this process, of a version that the shim knows. ValueError otherwise."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if not torch.cuda.is_available():
-        torch._dynamo.config.disable = True  # it would compile the sampler with g++ for half a minute
-    import vllm
+@dataclass
+class Rollout:
+    """The sessions of one step, all of one kind: training's or validation's."""
 
-    version = tuple(int(x) for x in vllm.__version__.split("+")[0].split(".")[:2])
-    if not VLLM_VERSIONS[0] <= version < VLLM_VERSIONS[1]:
-        low, high = (".".join(map(str, v)) for v in VLLM_VERSIONS)
-        raise ValueError(f"vLLM {vllm.__version__} is installed; Lockstep knows {low} up to, not including, {high} (see requirements.txt)")
-    if not torch.cuda.is_available():
-        import vllm.model_executor.layers.utils as layers
+    engine: Any  # engine.Engine
+    scorer: Any  # reward.Scorer
+    step: int
+    sampling: RolloutConfig | ValConfig
+    num_unscored: int = 0
+    num_expected: int = 0  # trajectories on all ranks, of agents that return one
 
-        def keep_weights(layer, remove_weight):  # vLLM would pack them into handles that no new weights reach
-            layer.cpu_linear = torch.nn.functional.linear
+    def run(self, tasks: list[Task], place: int = 0) -> list[Group]:
+        """sampling.n scored sessions of each task of this engine's share, together; groups in submission order.
 
-        layers.dispatch_cpu_unquantized_gemm = keep_weights
-    return vllm
-
-
-def vllm_model(llm):
-    return llm.llm_engine.model_executor.driver_worker.model_runner.model
-
-
-def forbid_tokens_from(model, num_tokens: int) -> None:
-    """Ids at or past num_tokens (the padding of the embedding) can't be sampled and have no share in the log-probs."""
-    compute_logits = model.compute_logits
-
-    def bounded(*args, **kwargs):
-        logits = compute_logits(*args, **kwargs)
-        if logits is not None:
-            logits[..., num_tokens:] = -torch.inf
-        return logits
-
-    model.compute_logits = bounded
-
-
-def finish_loading(llm) -> None:
-    """What vLLM does to weights once they are loaded."""
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    process_weights_after_loading(vllm_model(llm), llm.llm_engine.model_config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-class Engine:
-    """vLLM in this process. States: awake -> sleep() -> asleep -> wake_weights() -> loading -> wake_cache() -> awake; any other order raises.
-
-    `sync_weights` does the waking. Starts asleep and without weights.
-    """
-
-    def __init__(self, cfg, tokenizer):
-        vllm = import_vllm()
-        self.cfg, self.tokenizer, self.num_tokens = cfg, tokenizer, len(tokenizer)
-        self.stop_token_ids = [] if cfg.rollout.ignore_eos else stop_token_ids(cfg.actor.path, tokenizer)
-        self.sleeps = torch.cuda.is_available() and cfg.rollout.free_cache_engine
-        check_gpu_memory(cfg.rollout)
-        self.llm = vllm.LLM(
-            model=cfg.actor.path,
-            dtype=cfg.actor.dtype,
-            load_format="dummy",  # the weights come from the actor, always
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # not the model's own: the knobs are what is used
-            logprobs_mode="processed_logprobs",
-            distributed_executor_backend="external_launcher",
-            seed=cfg.trainer.seed,
-            disable_log_stats=True,
-            max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
-            enable_sleep_mode=self.sleeps,
-            gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
-            kv_cache_memory_bytes=cfg.rollout.kv_cache_memory_bytes,
-            enforce_eager=cfg.rollout.enforce_eager or not torch.cuda.is_available(),
-            max_num_seqs=cfg.rollout.max_num_seqs,
-            max_num_batched_tokens=cfg.rollout.max_num_batched_tokens,
-        )
-        self.model = vllm_model(self.llm)
-        forbid_tokens_from(self.model, self.num_tokens)
-        self.dtype = getattr(torch, cfg.actor.dtype)
-        self.weight_version = None  # training steps behind the weights it holds
-        self.waiting: dict[str, asyncio.Future] = {}
-        self.num_requests = 0
-        self.state = "awake"
-        self.sleep()
-
-    def _move(self, expected: str, new: str) -> None:
-        if self.state != expected:
-            raise RuntimeError(f"vLLM is {self.state}, where {expected} is needed to become {new}: the order is sleep, wake weights, load every tensor, wake the cache, generate")
-        self.state = new
-
-    def sleep(self) -> None:
-        """Free weights and KV cache on the GPU. Nothing of a step outlives it: the next one can't generate before a sync."""
-        self._move("awake", "asleep")
-        if self.sleeps:
-            self.llm.sleep(level=2)
-        else:
-            self.llm.reset_prefix_cache()
-
-    def close(self) -> None:
-        """End vLLM, then the process group that it shares with the actor."""
-        self.llm.llm_engine.engine_core.shutdown()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def wake_weights(self) -> None:
-        self._move("asleep", "loading")
-        if self.sleeps:
-            torch.cuda.empty_cache()
-            self.llm.wake_up(tags=["weights"])
-
-    def load_weights(self, weights) -> set[str]:
-        """Write a stream of (Hugging Face name, tensor) into vLLM; returns vLLM's names of what was written."""
-        if self.state != "loading":
-            raise RuntimeError(f"vLLM is {self.state}: weights are loaded between waking them and waking the cache")
-        loaded = self.model.load_weights(weights)
-        finish_loading(self.llm)
-        return loaded
-
-    def wake_cache(self, weight_version: int) -> None:
-        """Memory for the KV cache, and leave to generate. Nothing of older weights is in it: going to sleep cleared the prefix cache."""
-        self._move("loading", "awake")
-        if self.sleeps:
-            self.llm.wake_up(tags=["kv_cache"])
-        self.weight_version = weight_version
-
-    async def generate(self, tokens: list[int], sampling, max_tokens: int, seed: int) -> Reply:
-        """Queue one request and wait until it is done; `drive` turns the engine."""
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=max_tokens, seed=seed,
-            stop_token_ids=self.stop_token_ids, ignore_eos=self.cfg.rollout.ignore_eos,
-            logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
-        self.num_requests += 1
-        name = str(self.num_requests)
-        self.waiting[name] = asyncio.get_running_loop().create_future()
-        self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), params)
-        output = await self.waiting[name]
-        reply = Reply(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason)
-        assert len(reply.tokens) == len(reply.logprobs), f"vLLM gave {len(reply.tokens)} tokens and {len(reply.logprobs)} log-probs"
-        return reply
-
-    def run(self, tasks: list[Task], step: int, sampling: RolloutConfig | ValConfig, place: int = 0) -> list[Trajectory]:
-        """sampling.n sessions of each task of this rank's share, in one continuously batched loop; trajectories in submission order.
-
-        tasks[0] is prompt number `place` of the step: uids and seeds follow from it.
+        tasks[0] is prompt number `place` of the step: uids and seeds follow from it, whatever rank a prompt is on.
         """
-        if self.state != "awake":
-            raise RuntimeError(f"vLLM is {self.state}: it generates between a sync of the weights and the next sleep")
-        first, share = rank_share(tasks)
-        sessions = []
-        for index, task in enumerate(share, place + first):
-            prompts: dict = {}  # what the sessions of a prompt encode once
-            sessions += [self._session(task, prompts, index, session_id, step, sampling) for session_id in range(sampling.n)]
-        return [trajectory for output in self.drive(sessions) for trajectory in output]
+        first, share = rank_share(tasks, self.engine.ranks.world_size)
+        groups = [Group(task, index) for index, task in enumerate(share, place + first)]
+        self.num_expected += self.sampling.n * len(tasks)
+        self.engine.drive([self.run_group(group) for group in groups])
+        return [] if self.engine.follows else groups
 
-    def drive(self, sessions: list) -> list:
-        """Run coroutines that generate, together, until all have ended; their results in order. The first that raises ends the others."""
-        with no_garbage_collection():
-            return asyncio.run(self._drive(sessions))
+    async def run_group(self, group: Group) -> None:
+        group.status, prompts = "running", {}  # what the sessions of a prompt encode once
+        jobs = [asyncio.ensure_future(self.run_session(group, session_id, prompts)) for session_id in range(self.sampling.n)]
+        try:
+            await asyncio.wait(jobs, timeout=self.engine.cfg.rollout.group_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            late = [job for job in jobs if not job.done() and job.cancel()]
+            raised = [job.exception() for job in jobs if job.done() and not job.cancelled() and job.exception()]
+        for error in raised:  # what a session does not take for its own failure is to stop the run
+            raise error
+        for session_id, job in enumerate(jobs):
+            if job in late:
+                group.errors.append(f"session {session_id} and its scores had not ended after rollout.group_timeout_s={self.engine.cfg.rollout.group_timeout_s}\n")
+            elif isinstance(job.result(), str):
+                group.errors.append(job.result())
+            else:
+                group.trajectories += job.result()
+        group.status = "failure" if group.errors else "finished"
 
-    async def _session(self, task: Task, prompts: dict, index: int, session_id: int, step: int, sampling) -> list[Trajectory]:
-        """One call of the task's agent. uid and seed follow from the prompt's place in the whole step, whatever rank it is on."""
-        kind = "train" if sampling is self.cfg.rollout else "val"
-        seed = self.cfg.trainer.seed
-        policy = Policy(self, task, sampling, session_seed(seed, kind, step, index, session_id), prompts)
-        agent = AGENTS[task.agent_name or self.cfg.agent.default_agent_loop]
-        output = await agent(task, policy, self.cfg.agent)
-        trajectories = output if isinstance(output, list) else [output]
-        for i, trajectory in enumerate(trajectories):
-            assert trajectory.response_length, f"the agent {agent.__name__} returned a trajectory without a sampled token"
-            trajectory.uid = prompt_uid(seed, kind, step, index)
-            trajectory.session_id, trajectory.index, trajectory.weight_version = session_id, i, self.weight_version
+    async def run_session(self, group: Group, session_id: int, prompts: dict) -> list[Trajectory] | str:
+        """One call of the task's agent, and the scores of what it returned; a traceback when it raised or took too long."""
+        cfg, task = self.engine.cfg, group.task
+        key = cfg.trainer.seed, "train" if self.sampling is cfg.rollout else "val", self.step, group.index
+        policy = Policy(self.engine, task, self.sampling, session_seed(*key, session_id), prompts)
+        agent = find_agent(task, cfg.agent)
+        try:
+            async with asyncio.timeout(cfg.rollout.session_timeout_s) as deadline:
+                trajectories = check_output(await agent(task, policy, cfg.agent), agent.__name__, cfg.data)
+        except PromptTooLong:
+            raise
+        except (Exception, SystemExit) as error:
+            if cfg.rollout.failed_groups == "raise":
+                raise
+            late = isinstance(error, TimeoutError) and deadline.expired()
+            return f"session {session_id} had not ended after rollout.session_timeout_s={cfg.rollout.session_timeout_s}\n" if late else traceback.format_exc()
+        for index, t in enumerate(trajectories):
+            t.uid, t.session_id, t.index, t.weight_version = prompt_uid(*key), session_id, index, self.engine.weight_version
+            t.response = self.engine.tokenizer.decode(t.tokens[t.prompt_length :], skip_special_tokens=True)
+            t.answer = t.response if t.num_turns == 1 else self.engine.tokenizer.decode(t.last_turn, skip_special_tokens=True)
+        await asyncio.gather(*(self.scorer.score(t) for t in trajectories))
+        errors = [t.error for t in trajectories if t.error]
+        self.num_unscored += len(errors)
+        if too_many_failed(self.num_unscored, self.num_expected, cfg.reward):
+            raise RuntimeError(f"{self.num_unscored} of {self.num_expected} trajectories could not be scored, more than reward.max_failed_fraction={cfg.reward.max_failed_fraction}; one of them:\n{(errors or [''])[0]}")
         return trajectories
 
-    async def _drive(self, sessions: list) -> list:
-        """Turn the engine whenever it has work; sessions go on as their replies come."""
-        engine, jobs, failed = self.llm.llm_engine, [asyncio.ensure_future(session) for session in sessions], []
-        pending = set(jobs)
 
-        def ended(job):
-            pending.discard(job)
-            if not job.cancelled() and job.exception():
-                failed.append(job.exception())
-
-        for job in jobs:
-            job.add_done_callback(ended)
-        try:
-            while pending and not failed:
-                await asyncio.sleep(0)  # sessions queue their first turn, or the next one
-                if engine.has_unfinished_requests():
-                    for output in engine.step():
-                        if output.finished:
-                            self.waiting.pop(output.request_id).set_result(output.outputs[0])
-                elif pending:  # only tools and the like are at work, or results on their way to their session
-                    await asyncio.wait(pending, timeout=0.001, return_when=asyncio.FIRST_COMPLETED)
-            if failed:
-                raise failed[0]
-            return [job.result() for job in jobs]
-        finally:
-            for job in pending:
-                job.cancel()
-            if self.waiting:
-                engine.abort_request(list(self.waiting))
-                self.waiting.clear()
+def check_output(output, agent: str, cfg) -> list[Trajectory]:
+    """What an agent returned, if it is what an agent may return. ValueError says what is wrong with it."""
+    trajectories = output if isinstance(output, list) else [output]
+    if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
+        raise ValueError(f"the agent {agent} must return a Trajectory or a list of them, not {output!r:.200}")
+    for t in trajectories:
+        if 1 not in t.response_mask:
+            raise ValueError(f"the agent {agent} returned a trajectory without a sampled token")
+        prompt, response = t.prompt_length, len(t.tokens) - t.prompt_length
+        if prompt > cfg.max_prompt_length or response > cfg.max_response_length:
+            raise ValueError(f"the agent {agent} returned {prompt} + {response} tokens, more than data.max_prompt_length={cfg.max_prompt_length} + data.max_response_length={cfg.max_response_length}")
+    return trajectories
 
 
-@contextlib.contextmanager
-def no_garbage_collection():
-    """vLLM makes objects for every token and request; looking for cycles among them while generating costs more than it frees."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def usable(groups: list[Group], cfg: RolloutConfig) -> list[Group]:
+    """The groups to train on, as cfg.failed_groups says. RuntimeError with the first traceback when more than cfg.max_failed_fraction failed."""
+    errors = [group.errors[0] for group in groups if group.errors]
+    if len(errors) > cfg.max_failed_fraction * len(groups):
+        raise RuntimeError(f"{len(errors)} of {len(groups)} groups failed, more than rollout.max_failed_fraction={cfg.max_failed_fraction}; the first:\n{errors[0]}")
+    at_least = 2 if cfg.failed_groups == "survivors" else cfg.n  # a group of one has nothing to be compared with
+    return [group for group in groups if group.status == "finished" or len({t.session_id for t in group.trajectories}) >= at_least]
 
 
-def check_gpu_memory(cfg: RolloutConfig) -> None:
-    """ValueError when the GPU has less free than vLLM is to take."""
-    if not torch.cuda.is_available():
-        return
-    free, total = torch.cuda.mem_get_info()
-    if free < cfg.gpu_memory_utilization * total:
-        raise ValueError(
-            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization} asks for {cfg.gpu_memory_utilization * total / 2**30:.1f} GiB, but only {free / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB are free: lower it below {free / total:.2f}, or free the GPU"
-        )
+def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
+    """A step's scored trajectories, train_batch_size groups of rollout.n sessions: the same list on every rank, in submission order.
+
+    Dynamic sampling (filter_groups) replaces groups whose scores are all equal, and rollout.failed_groups=refill those that failed,
+    by fresh prompts, for a bounded number of batches.
+    """
+    kept, counts, place = [], Counter(), 0
+    again = cfg.algorithm.filter_groups or cfg.rollout.failed_groups == "refill"
+    wanted, most = cfg.data.train_batch_size, cfg.algorithm.max_num_gen_batches if again else 1
+    for batch in range(1, most + 1):
+        tasks = stream.next_batch(wanted if cfg.algorithm.filter_groups else wanted - len(kept))  # [P]
+        with log.timer("gen"):  # sessions are scored while others still generate
+            groups = Rollout(engine, scorer, step, cfg.rollout).run(tasks, place)  # this engine's prompts, G sessions each
+            if cfg.algorithm.adv_estimator == "remax":
+                greedy = Rollout(engine, scorer, step, ValConfig()).run(tasks, place)
+                set_baselines([g.trajectories for g in groups], [g.trajectories for g in greedy])
+            groups, place = gather(groups), place + len(tasks)
+        log.failures(f"{step:06d}", groups)
+        log.add(check_failures([t for g in groups for t in g.trajectories], cfg.reward))
+        alive = [g.trajectories for g in usable(groups, cfg.rollout)]
+        kinds = [group_kind(group) for group in alive]
+        counts += Counter(kinds) + Counter(lost=len(groups) - len(alive))
+        kept += [g for g, kind in zip(alive, kinds) if kind == "informative" or not cfg.algorithm.filter_groups]
+        if len(kept) >= wanted:
+            break
+    if not kept or (again and len(kept) < wanted):
+        found = f"{len(kept)} groups to train on, {wanted} are needed; {counts['solved']} groups were solved, {counts['failed']} failed"
+        raise ValueError(f"algorithm.max_num_gen_batches={most} batches gave {found}, {counts['lost']} lost a session: change the data, or raise it")
+    log.add({f"rollout/groups_{kind}": counts[kind] for kind in ("informative", "solved", "failed", "lost")} | {"rollout/gen_batches": batch, "timing_s/idle": engine.idle_s})
+    return [t for group in kept[:wanted] for t in group]

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from agent import Policy
 from batch import Task, Trajectory, gather
@@ -77,9 +78,21 @@ def check_coverage(engine, loaded: set[str], ledger: Ledger, actor) -> None:
     missing = sorted(parameters.keys() - loaded)
     if missing:
         raise SyncError(f"{len(missing)} of vLLM's {len(parameters)} parameters were not written: {', '.join(missing[:8])}")
-    held = sum(bit_sum(p) for p in parameters.values())
-    if int(held) != int(ledger.bits):
+    differs = held_bits(engine, parameters) != ledger.bits
+    if dist.get_world_size() > 1:  # what follows is a collective: all ranks or none
+        dist.all_reduce(differs := differs.int())
+    if differs:
         raise SyncError(f"vLLM holds other bits than the actor sent: a tensor was cut, changed or left from before. {differing_tensors(actor, engine)}")
+
+
+def held_bits(engine, parameters: dict) -> torch.Tensor:
+    """The sum of all bits that this engine holds, over its ranks. Of a parameter that each of them holds whole, one counts."""
+    own = torch.stack([bit_sum(p) for p in parameters.values()])
+    shards = [torch.empty_like(own) for _ in range(engine.ranks.world_size)]
+    dist.all_gather(shards, own, group=engine.ranks.device_group)
+    shards = torch.stack(shards)  # [ranks, parameters]
+    whole = (shards == shards[0]).all(0)
+    return torch.where(whole, shards[0], shards.sum(0)).sum()
 
 
 def check_probe(actor, engine, cfg: SyncConfig, tasks: list[Task]) -> dict[str, float]:

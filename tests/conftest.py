@@ -67,14 +67,14 @@ def tokenizer(tiny):
 
 @pytest.fixture(scope="session")
 def accelerator(cfg):
-    from actor import make_accelerator
+    from launch import make_accelerator
 
     return make_accelerator(cfg.actor)
 
 
 @pytest.fixture(scope="session")
 def engine(cfg, tokenizer, accelerator):
-    from rollout import Engine
+    from engine import Engine
 
     return Engine(cfg, tokenizer)
 
@@ -89,11 +89,17 @@ def actor(cfg, tokenizer, accelerator, engine):
     return Actor(cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature)
 
 
-def launch(args: list[str], processes: int = 1, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def launch_command(args: list[str], processes: int = 1, script: Path = ROOT / "train.py") -> list[str]:
+    return [str(Path(sys.executable).parent / "accelerate"), "launch", "--num_processes", str(processes), str(script), *args]
+
+
+def launch_environment(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} | {"WANDB_MODE": "offline"} | more
+
+
+def launch(args: list[str], processes: int = 1, cwd: Path = ROOT, script: Path = ROOT / "train.py", env: dict | None = None) -> subprocess.CompletedProcess:
     """`accelerate launch train.py ...`, as a user does it."""
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--num_processes", str(processes), str(ROOT / "train.py"), *args]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} | {"WANDB_MODE": "offline"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(launch_command(args, processes, script), cwd=cwd, env=launch_environment(**(env or {})), capture_output=True, text=True, timeout=300)
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
+from gpu_ranks import gradient_difference, work
 from transformers import AutoModelForCausalLM
 
 import actor as actor_module
-from actor import Actor, Reference, forward, load_model, packed_attention, score
+from actor import Actor, ActorConfig, Reference, forward, load_model, packed_attention, score
 from batch import Task, Trajectory, collate
+from launch import make_accelerator
 from loss import LossConfig
 
 LOSS = LossConfig(loss_scale_factor=12.0)
@@ -167,6 +169,36 @@ def test_gradient_equals_a_plain_models(tiny, tokenizer, actor):
     norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
     metrics = actor.update(trajectories, LOSS, step=0, total_steps=10, seed=0)
     assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one_process")
+    return work(1, "gradients", folder, tiny / "model")
+
+
+@pytest.mark.parametrize("ranks, fsdp_size, shard", [(2, 1, 128), (4, 2, 64)])
+def test_copies_that_share_the_weights_in_parts_give_one_processs_gradient(tiny, tmp_path, one_process, ranks, fsdp_size, shard):
+    """HSDP, up to a whole copy on each rank: gradients, their norm over all shards of one copy, the weights after the step, and a checkpoint of it."""
+    many = work(ranks, "gradients", tmp_path, tiny / "model", "--fsdp-size", str(fsdp_size), "--checkpoint", str(tmp_path / "run"))
+    difference = gradient_difference(one_process, many)
+    assert many["shard"][0] == shard, "of the embedding's 128 rows"
+    assert difference["gradient"] < 1e-5 and difference["grad_norm"] < 1e-5 and difference["logprobs_max"] < 1e-5, difference
+    assert len(set(many["forwards"])) == 1 and many["same_weights"]
+    assert many["metrics"]["perf/token_imbalance"] == pytest.approx(max(many["tokens"]) * ranks / sum(many["tokens"]) - 1)
+    read = work(1, "state", tmp_path, tiny / "model", "--checkpoint", str(tmp_path / "run" / "checkpoints" / "step-000001"))
+    assert read["bits"] == many["bits"] and read["optimizer"] == many["optimizer"]
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_fsdp_size_that_is_no_number_of_gpus_is_refused(size):
+    with pytest.raises(ValueError, match=f"actor.fsdp_size={size} must be at least 1, or -1"):
+        ActorConfig(fsdp_size=size)
+
+
+def test_fsdp_size_that_does_not_divide_the_processes_is_refused(accelerator):
+    with pytest.raises(ValueError, match="actor.fsdp_size=2 does not divide the 1 processes"):
+        make_accelerator(ActorConfig(fsdp_size=2))
 
 
 def test_gradient_is_clipped_to_grad_clip(cfg, tokenizer, accelerator):

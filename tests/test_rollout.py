@@ -1,13 +1,16 @@
 """Sessions through real vLLM: seeds, finish reasons, log-probs, the token ids that exist, and agents of one or more turns."""
 import asyncio
+import contextlib
 import dataclasses
+from collections import Counter
 
 import pytest
 
 import agent as agents
 from agent import session_seed, single_turn_agent, stop_token_ids
 from batch import Task, Trajectory
-from rollout import ValConfig
+from fakes import make_trajectory
+from rollout import Group, Rollout, ValConfig, usable
 from sync_weights import sync_weights
 
 TASKS = [Task([{"role": "user", "content": f"{n}+7="}], "exact", "", index=n) for n in range(10, 16)]
@@ -19,12 +22,22 @@ def awake(cfg, engine, actor):
     return engine
 
 
+class Unscored:
+    async def score(self, trajectory):
+        trajectory.score = 0.0
+
+
+def run(engine, tasks, step, sampling, scorer=Unscored()):
+    """The trajectories of a rollout, without its groups."""
+    return [t for group in Rollout(engine, scorer, step, sampling).run(tasks) for t in group.trajectories]
+
+
 def key(t):
     return t.uid, t.session_id, t.index
 
 
 def test_trajectories_come_in_submission_order_with_their_keys(cfg, awake):
-    trajectories = awake.run(TASKS, 3, cfg.rollout)
+    trajectories = run(awake, TASKS, 3, cfg.rollout)
     assert [t.task.index for t in trajectories] == [task.index for task in TASKS for _ in range(4)]
     assert [t.session_id for t in trajectories] == [0, 1, 2, 3] * len(TASKS)
     assert len({t.uid for t in trajectories}) == len(TASKS)
@@ -32,7 +45,7 @@ def test_trajectories_come_in_submission_order_with_their_keys(cfg, awake):
 
 
 def test_prompt_is_rendered_and_not_trained_on(cfg, awake, tokenizer):
-    for t in awake.run(TASKS[:2], 0, cfg.rollout):
+    for t in run(awake, TASKS[:2], 0, cfg.rollout):
         rendered = tokenizer.apply_chat_template(t.task.messages, add_generation_prompt=True, return_dict=False)
         assert t.tokens[: len(rendered)] == rendered
         assert t.response_mask == [0] * len(rendered) + [1] * (len(t.tokens) - len(rendered))
@@ -41,15 +54,15 @@ def test_prompt_is_rendered_and_not_trained_on(cfg, awake, tokenizer):
 
 def test_sessions_differ_and_repeat_whatever_is_sampled_beside_them(cfg, awake):
     """The model's generation_config says top_k=1: were it used, the sessions of a prompt would be equal."""
-    together = awake.run(TASKS, 5, cfg.rollout)
+    together = run(awake, TASKS, 5, cfg.rollout)
     assert len({tuple(t.tokens) for t in together[:4]}) == 4
-    alone = awake.run(TASKS[:1], 5, cfg.rollout)
+    alone = run(awake, TASKS[:1], 5, cfg.rollout)
     assert [(key(t), t.tokens) for t in alone] == [(key(t), t.tokens) for t in together[:4]]
-    assert [t.tokens for t in awake.run(TASKS[:1], 6, cfg.rollout)] != [t.tokens for t in alone]  # another step, other seeds
+    assert [t.tokens for t in run(awake, TASKS[:1], 6, cfg.rollout)] != [t.tokens for t in alone]  # another step, other seeds
 
 
 def test_same_row_twice_in_a_batch_is_two_prompts(cfg, awake):
-    trajectories = awake.run([TASKS[0], TASKS[0]], 0, cfg.rollout)
+    trajectories = run(awake, [TASKS[0], TASKS[0]], 0, cfg.rollout)
     assert len({t.uid for t in trajectories}) == 2
     assert len({tuple(t.tokens) for t in trajectories}) == 8
 
@@ -60,7 +73,7 @@ def test_no_two_sessions_share_a_seed():
 
 
 def test_finish_reason_is_vllms_and_the_end_token_is_the_policys(cfg, awake, tokenizer):
-    trajectories = awake.run(TASKS * 8, 0, cfg.rollout)
+    trajectories = run(awake, TASKS * 8, 0, cfg.rollout)
     reasons = {t.finish_reason for t in trajectories}
     assert reasons == {"stop", "length"}
     for t in trajectories:
@@ -73,20 +86,20 @@ def test_finish_reason_is_vllms_and_the_end_token_is_the_policys(cfg, awake, tok
 def test_ids_past_the_tokenizer_are_never_sampled(cfg, awake, tokenizer, actor):
     """The padded rows of this model's embedding would get about a quarter of all samples; here the likeliest of all."""
     assert awake.model.config.vocab_size > len(tokenizer)
-    sampled = [x for t in awake.run(TASKS * 8, 0, cfg.rollout) for x in t.tokens[t.prompt_length :]]
+    sampled = [x for t in run(awake, TASKS * 8, 0, cfg.rollout) for x in t.tokens[t.prompt_length :]]
     assert len(sampled) > 1000 and max(sampled) < len(tokenizer)
 
 
 def test_rollout_logprobs_are_the_actors_at_any_temperature(cfg, awake, tokenizer, actor):
     sampling = dataclasses.replace(cfg.rollout, temperature=0.6)
-    trajectories = awake.run(TASKS[:2], 0, sampling)
+    trajectories = run(awake, TASKS[:2], 0, sampling)
     actor.model.get_output_embeddings().temperature = 0.6
     for t, logprobs in zip(trajectories, actor.score(trajectories)):
         assert logprobs.tolist() == pytest.approx(t.rollout_logprobs, abs=1e-4)
 
 
 def test_greedy_validation_gives_one_answer(awake):
-    trajectories = awake.run(TASKS[:2], 0, ValConfig(n=3))
+    trajectories = run(awake, TASKS[:2], 0, ValConfig(n=3))
     assert len({tuple(t.tokens) for t in trajectories}) == 2
 
 
@@ -99,7 +112,7 @@ def test_every_end_token_ends_a_turn(cfg, awake, tokenizer, monkeypatch):
     """A chat model's generation_config lists more of them than its tokenizer has."""
     letters = [tokenizer.convert_tokens_to_ids(c) for c in "abcdefghij"]
     monkeypatch.setattr(awake, "stop_token_ids", [tokenizer.eos_token_id, *letters])
-    responses = [t.tokens[t.prompt_length :] for t in awake.run(TASKS * 8, 0, cfg.rollout)]
+    responses = [t.tokens[t.prompt_length :] for t in run(awake, TASKS * 8, 0, cfg.rollout)]
     assert any(r[-1] in letters for r in responses)
     assert not any(x in letters for r in responses for x in r[:-1])
 
@@ -119,7 +132,7 @@ def test_agent_of_two_turns_keeps_every_token(cfg, awake, monkeypatch):
         return t
 
     use_agent(monkeypatch, twice)
-    trajectories = awake.run(TASKS[:2], 0, cfg.rollout)
+    trajectories = run(awake, TASKS[:2], 0, cfg.rollout)
     assert all(t.num_turns == 2 for t in trajectories)
     for t in trajectories:
         turns = "".join(map(str, t.response_mask)).strip("0").split("00")
@@ -130,34 +143,214 @@ def test_slow_session_delays_only_itself(cfg, awake, monkeypatch):
     ended = []
 
     async def slow_first(task, policy, cfg):
-        t = await single_turn_agent(task, policy, cfg)
-        if task.index == 10:
-            await asyncio.sleep(1.0)
-            reply = await policy.generate(t.tokens)
+        t = Trajectory(task)
+        t.observe(policy.encode(task.messages))
+        for _ in range(2):
+            reply = await policy.generate(t.tokens, max_tokens=4)
             t.act(reply.tokens, reply.logprobs)
+            await asyncio.sleep(0.5 if task.index == 10 else 0)
         ended.append(task.index)
         return t
 
     use_agent(monkeypatch, slow_first)
-    trajectories = awake.run(TASKS, 0, dataclasses.replace(cfg.rollout, n=1))
+    trajectories = run(awake, TASKS, 0, dataclasses.replace(cfg.rollout, n=1))
     assert ended[-1] == 10 and [t.task.index for t in trajectories] == [task.index for task in TASKS]
 
 
-def test_agent_that_raises_ends_the_rollout_with_its_error_and_leaves_the_engine_usable(cfg, awake, monkeypatch):
-    async def broken(task, policy, cfg):
-        if task.index == 12:
-            raise KeyError("no such tool")
+def test_finished_session_is_scored_while_others_generate(cfg, awake, monkeypatch):
+    events = []
+
+    class Slow:
+        async def score(self, trajectory):
+            events.append(("scoring", trajectory.task.index))
+            await asyncio.sleep(0.05)
+            events.append(("scored", trajectory.task.index))
+
+    async def slow_first(task, policy, cfg):
+        if task.index == 10:
+            await asyncio.sleep(0.5)
+        t = await single_turn_agent(task, policy, cfg)
+        events.append(("sampled", task.index))
+        return t
+
+    use_agent(monkeypatch, slow_first)
+    run(awake, TASKS, 0, dataclasses.replace(cfg.rollout, n=1), Slow())
+    assert events.index(("scored", 15)) < events.index(("sampled", 10))
+    assert {index for event, index in events if event == "scored"} == {task.index for task in TASKS}
+
+
+@contextlib.contextmanager
+def knobs(engine, **changes):
+    """The engine with other rollout knobs, for a while; yields the sampling that goes with them."""
+    cfg = engine.cfg
+    engine.cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, **changes))
+    try:
+        yield engine.cfg.rollout
+    finally:
+        engine.cfg = cfg
+
+
+async def raises(task, policy, cfg):
+    await policy.generate(policy.encode(task.messages))
+    raise KeyError("no such tool")
+
+
+async def hangs(task, policy, cfg):
+    await asyncio.sleep(60)
+
+
+async def returns_nothing(task, policy, cfg):
+    return None
+
+
+async def returns_an_empty_list(task, policy, cfg):
+    return []
+
+
+async def returns_what_was_not_sampled(task, policy, cfg):
+    t = Trajectory(task)
+    t.observe(policy.encode(task.messages))
+    return t
+
+
+async def returns_too_much(task, policy, cfg):
+    t = await single_turn_agent(task, policy, cfg)
+    t.observe([5] * 100)
+    return t
+
+
+async def exits(task, policy, cfg):
+    raise SystemExit(3)
+
+
+FAILURES = [
+    (raises, "KeyError: 'no such tool'"),
+    (hangs, "session 1 had not ended after rollout.session_timeout_s=0.5"),
+    (returns_nothing, "must return a Trajectory or a list of them, not None"),
+    (returns_an_empty_list, "must return a Trajectory or a list of them, not []"),
+    (returns_what_was_not_sampled, "returned a trajectory without a sampled token"),
+    (returns_too_much, "more than data.max_prompt_length=24 + data.max_response_length=12"),
+    (exits, "SystemExit: 3"),
+]
+
+
+@pytest.mark.parametrize("broken, message", FAILURES, ids=[agent.__name__ for agent, _ in FAILURES])
+def test_failed_session_fails_its_group_only_and_keeps_its_error(cfg, awake, monkeypatch, broken, message):
+    turns = Counter()
+
+    async def breaks_one(task, policy, cfg):
+        turns[task.index] += 1
+        return await (broken if task.index == 12 and turns[12] == 2 else single_turn_agent)(task, policy, cfg)
+
+    use_agent(monkeypatch, breaks_one)
+    with knobs(awake, session_timeout_s=0.5) as sampling:
+        groups = Rollout(awake, Unscored(), 0, sampling).run(TASKS)
+        after = Rollout(awake, Unscored(), 0, sampling).run(TASKS[:1])
+    assert [g.status for g in groups] == ["failure" if task.index == 12 else "finished" for task in TASKS]
+    assert [g.task for g in groups] == TASKS and [len(g.trajectories) for g in groups] == [4, 4, 3, 4, 4, 4]
+    assert [t.session_id for t in groups[2].trajectories] == [0, 2, 3]
+    assert len(groups[2].errors) == 1 and message in groups[2].errors[0]
+    assert not awake.llm.llm_engine.has_unfinished_requests() and after[0].status == "finished"
+
+
+def test_cancelled_session_leaves_vllm(cfg, awake, monkeypatch):
+    """A session that passes its deadline while it generates: its request must not go on beside the others, nor into the sleep."""
+    async def forever(task, policy, cfg):
+        while True:
+            await policy.generate(policy.encode(task.messages))
+
+    use_agent(monkeypatch, forever)
+    with knobs(awake, session_timeout_s=0.3) as sampling:
+        groups = Rollout(awake, Unscored(), 0, sampling).run(TASKS[:2])
+    assert [len(g.errors) for g in groups] == [4, 4]
+    assert not awake.llm.llm_engine.has_unfinished_requests() and not awake.waiting
+
+
+def test_group_deadline_covers_the_scores(cfg, awake):
+    class Hangs:
+        async def score(self, trajectory):
+            if (trajectory.task.index, trajectory.session_id) == (11, 2):
+                await asyncio.sleep(60)
+
+    with knobs(awake, group_timeout_s=1.0) as sampling:
+        groups = Rollout(awake, Hangs(), 0, sampling).run(TASKS)
+    assert [g.status for g in groups] == ["finished", "failure", *["finished"] * 4]
+    assert groups[1].errors == ["session 2 and its scores had not ended after rollout.group_timeout_s=1.0\n"]
+    assert [t.session_id for t in groups[1].trajectories] == [0, 1, 3]
+
+
+def test_raise_stops_with_the_agents_error_and_leaves_the_engine_usable(cfg, awake, monkeypatch):
+    with monkeypatch.context() as patch, knobs(awake, failed_groups="raise") as sampling:
+        use_agent(patch, raises)
+        with pytest.raises(KeyError, match="no such tool"):
+            Rollout(awake, Unscored(), 0, sampling).run(TASKS)
+    assert not awake.llm.llm_engine.has_unfinished_requests()
+    assert len(run(awake, TASKS, 0, cfg.rollout)) == 24
+
+
+def test_too_many_failed_scores_stop_the_rollout_before_it_ends(cfg, awake, monkeypatch):
+    async def slow(task, policy, cfg):
+        await asyncio.sleep(60 if task.index == 15 else 0)
         return await single_turn_agent(task, policy, cfg)
 
-    with monkeypatch.context() as patch:
-        use_agent(patch, broken)
-        with pytest.raises(KeyError, match="no such tool"):
-            awake.run(TASKS, 0, cfg.rollout)
-    assert not awake.llm.llm_engine.has_unfinished_requests()
-    assert len(awake.run(TASKS, 0, cfg.rollout)) == 24
+    class Broken:
+        async def score(self, trajectory):
+            trajectory.error = "Traceback: no such key"
+
+    use_agent(monkeypatch, slow)
+    with pytest.raises(RuntimeError, match=r"(?s)of 24 .*reward.max_failed_fraction=0.1.*no such key"):
+        Rollout(awake, Broken(), 0, cfg.rollout).run(TASKS)
 
 
-def test_prompt_longer_than_allowed_names_the_row_and_both_lengths(cfg, awake):
+def test_prompt_longer_than_allowed_stops_the_run_and_names_the_row_and_both_lengths(cfg, awake):
     task = Task([{"role": "user", "content": "1+" * 30}], "exact", "", index=77)
     with pytest.raises(ValueError, match=r"row 77 has \d+ tokens, more than data.max_prompt_length=24"):
-        awake.run([task], 0, cfg.rollout)
+        run(awake, [task], 0, cfg.rollout)
+
+
+def make_groups(failures):
+    """Groups of four sessions; of group i, failures[i] failed."""
+    groups = []
+    for i, failed in enumerate(failures):
+        sessions = [make_trajectory(uid=str(i), session_id=s) for s in range(failed, 4)]
+        groups.append(Group(TASKS[i], i, "failure" if failed else "finished", sessions, [f"traceback {i}.{s}" for s in range(failed)]))
+    return groups
+
+
+def test_failed_groups_are_dropped_or_their_survivors_kept(cfg):
+    def kept(policy):
+        return [(g.index, len(g.trajectories)) for g in usable(make_groups([0, 1, 0, 3, 0]), dataclasses.replace(cfg.rollout, failed_groups=policy))]
+
+    assert kept("drop") == kept("refill") == [(0, 4), (2, 4), (4, 4)]
+    assert kept("survivors") == [(0, 4), (1, 3), (2, 4), (4, 4)]  # one that is left alone has nothing to be compared with
+
+
+def test_too_many_failed_groups_stop_the_run_with_the_first_traceback(cfg):
+    with pytest.raises(RuntimeError, match=r"(?s)3 of 5 groups failed, more than rollout.max_failed_fraction=0.5; the first:\ntraceback 1.0"):
+        usable(make_groups([0, 1, 1, 2, 0]), cfg.rollout)
+
+
+def test_agent_may_return_several_outputs_and_branch(cfg, awake, monkeypatch):
+    """Two continuations of one prefix, sampled side by side, and what each is followed by: four outputs of a session."""
+    async def branches(task, policy, cfg):
+        prompt = policy.encode(task.messages)
+        outputs = []
+        for reply in await asyncio.gather(*(policy.generate(prompt, max_tokens=4) for _ in range(2))):
+            for _ in range(2):
+                t = Trajectory(task, metrics={"branches": 2.0})
+                t.observe(prompt)
+                t.act(reply.tokens, reply.logprobs)
+                more = await policy.generate(t.tokens, max_tokens=4)
+                t.act(more.tokens, more.logprobs)
+                outputs.append(t)
+        return outputs
+
+    use_agent(monkeypatch, branches)
+    trajectories = run(awake, TASKS[:2], 0, cfg.rollout)
+    assert [(t.session_id, t.index) for t in trajectories[:16]] == [(s, i) for s in range(4) for i in range(4)]
+    assert len({t.uid for t in trajectories}) == 2
+    session = trajectories[:4]
+    branch = [t.tokens[t.prompt_length : t.prompt_length + 4] for t in session]
+    assert branch[0] == branch[1] and branch[2] == branch[3] and branch[0] != branch[2]
+    assert len({tuple(t.tokens) for t in session}) == 4  # every call has a seed of its own
+    assert [t.tokens for t in run(awake, TASKS[:2], 0, cfg.rollout)] == [t.tokens for t in trajectories]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from batch import Task
+from rollout import Rollout
 from sync_weights import SyncError, sync_weights
 from test_actor import LOSS, sequences
 
@@ -31,7 +32,7 @@ def test_no_probe_no_generation(cfg, engine, actor):
 
 def test_only_the_right_order_is_possible(cfg, engine, actor):
     with pytest.raises(RuntimeError, match="vLLM is asleep"):
-        engine.run(PROMPTS, 0, cfg.rollout)  # a skipped sync
+        Rollout(engine, None, 0, cfg.rollout).run(PROMPTS)  # a skipped sync
     with pytest.raises(RuntimeError, match="vLLM is asleep"):
         engine.load_weights([])
     with pytest.raises(RuntimeError, match="vLLM is asleep"):
@@ -40,7 +41,7 @@ def test_only_the_right_order_is_possible(cfg, engine, actor):
         engine.sleep()
     engine.wake_weights()
     with pytest.raises(RuntimeError, match="vLLM is loading"):
-        engine.run(PROMPTS, 0, cfg.rollout)
+        Rollout(engine, None, 0, cfg.rollout).run(PROMPTS)
     with pytest.raises(RuntimeError, match="vLLM is loading"):
         engine.wake_weights()
     engine.load_weights(actor.weights(engine.dtype))

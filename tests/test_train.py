@@ -87,6 +87,67 @@ def test_two_ranks_give_the_rewards_and_updates_of_one(one, tiny, tmp_path):
             assert ours[name] == (value if exact else pytest.approx(value, rel=2e-3, abs=2e-6)), (theirs["step"], name)
 
 
+AGENTS = """
+import asyncio
+import random
+
+from agent import single_turn_agent
+from batch import Trajectory
+
+
+async def fails_sometimes(task, policy, cfg):
+    if task.messages[0]["content"].startswith(("14", "23")):
+        raise LookupError("nothing is known of " + task.messages[0]["content"])
+    return await single_turn_agent(task, policy, cfg)
+
+
+async def waits(task, policy, cfg):
+    t = Trajectory(task)
+    t.observe(policy.encode(task.messages))
+    for _ in range(2):
+        reply = await policy.generate(t.tokens, max_tokens=4)
+        t.act(reply.tokens, reply.logprobs)
+        await asyncio.sleep(random.random() / 5)  # seeded by nothing: another time in every run
+    return t
+"""
+
+
+@pytest.fixture
+def agents(tmp_path):
+    path = tmp_path / "agents.py"
+    path.write_text(AGENTS)
+    return lambda name: ("--agent.custom-path", f"{path}:{name}")
+
+
+def test_groups_that_fail_on_one_rank_of_two_are_dropped_refilled_or_survive(tiny, tmp_path, agents):
+    """32 rows an epoch, two of which always fail; whatever becomes of them, the ranks agree and the run goes on."""
+    for policy, trained in (("drop", 30), ("refill", 32)):
+        steps = ("--trainer.total-training-steps", "4", "--rollout.failed-groups", policy, "--checkpoint.save-freq", "0")
+        metrics, console = run(tiny, tmp_path / policy, *agents("fails_sometimes"), *steps, processes=2)
+        first_epoch = [record["rollout/num_trajectories"] / 4 for record in metrics[:4]]
+        assert sum(record["rollout/groups_lost"] for record in metrics[:4]) >= 2
+        assert sum(first_epoch) == trained and (policy == "drop" or set(first_epoch) == {8})
+        failures = "".join(path.read_text() for path in (tmp_path / policy / "run").rglob("*") if "fail" in path.name)
+        assert "LookupError: nothing is known of 14+17=" in failures
+        assert metrics[0]["val/exact/failed_sessions"] == 0
+
+
+def test_failed_sessions_that_are_not_to_pass_stop_every_rank(tiny, tmp_path, agents):
+    done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), *agents("fails_sometimes"), "--rollout.failed-groups", "raise", "--trainer.total-training-steps", "4"], 2)
+    assert done.returncode != 0 and "LookupError: nothing is known of" in done.stderr
+
+
+def test_two_ranks_that_share_a_vllm_sample_what_one_samples(tiny, tmp_path, agents):
+    """Tensor parallel: identical requests in identical order on both ranks, also when sessions come back at times that no two runs share."""
+    one, _ = run(tiny, tmp_path / "one", *agents("waits"), "--checkpoint.save-freq", "0")
+    two, _ = run(tiny, tmp_path / "two", *agents("waits"), "--checkpoint.save-freq", "0", "--rollout.tensor-model-parallel-size", "2", processes=2)
+    texts = [[json.loads(line)["response"] for line in (tmp_path / name / "run" / "rollouts" / "000000.jsonl").read_text().splitlines()] for name in ("one", "two")]
+    assert texts[0] == texts[1] and len(texts[0]) == 32
+    for ours, theirs in zip(two[:2], one):
+        assert ours["sync/probe_diff_max"] < 1e-4
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"]) and ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=2e-3)
+
+
 def test_resumed_run_is_the_one_that_never_stopped(one, tiny, tmp_path):
     """The first two steps, as if killed there, then the same command again."""
     short = [word if word != "4" else "2" for word in FOUR_STEPS]

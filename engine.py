@@ -1,0 +1,297 @@
+"""The in-process vLLM engine: it drives coroutines that generate, sleeps while the actor trains, and wakes to new weights.
+
+Every private name of vLLM that Lockstep touches is in the shim at the top.
+"""
+import asyncio
+import contextlib
+import gc
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from agent import Reply, stop_token_ids
+
+VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
+
+# The shim: vLLM's private names, and what its CPU build needs.
+
+
+def import_vllm():
+    """vLLM in this process, of a version that the shim knows. ValueError otherwise."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not torch.cuda.is_available():
+        torch._dynamo.config.disable = True  # it would compile the sampler with g++ for half a minute
+    import vllm
+
+    version = tuple(int(x) for x in vllm.__version__.split("+")[0].split(".")[:2])
+    if not VLLM_VERSIONS[0] <= version < VLLM_VERSIONS[1]:
+        low, high = (".".join(map(str, v)) for v in VLLM_VERSIONS)
+        raise ValueError(f"vLLM {vllm.__version__} is installed; Lockstep knows {low} up to, not including, {high} (see requirements.txt)")
+    if not torch.cuda.is_available():
+        import vllm.model_executor.layers.utils as layers
+
+        def keep_weights(layer, remove_weight):  # vLLM would pack them into handles that no new weights reach
+            layer.cpu_linear = torch.nn.functional.linear
+
+        layers.dispatch_cpu_unquantized_gemm = keep_weights
+    return vllm
+
+
+def vllm_model(llm):
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def forbid_tokens_from(model, num_tokens: int) -> None:
+    """Ids at or past num_tokens (the padding of the embedding) can't be sampled and have no share in the log-probs."""
+    compute_logits = model.compute_logits
+
+    def bounded(*args, **kwargs):
+        logits = compute_logits(*args, **kwargs)
+        if logits is not None:
+            logits[..., num_tokens:] = -torch.inf
+        return logits
+
+    model.compute_logits = bounded
+
+
+def tensor_parallel_ranks():
+    """The ranks of this process's engine: `rank_in_group`, `world_size`, and `broadcast_object` from the first of them."""
+    from vllm.distributed import get_tp_group
+
+    return get_tp_group()
+
+
+def sampling_params(**kwargs):
+    """What every request asks for: the sampled tokens and their log-probs, once they are all there."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **kwargs)
+
+
+def finish_loading(llm) -> None:
+    """What vLLM does to weights once they are loaded."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    process_weights_after_loading(vllm_model(llm), llm.llm_engine.model_config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+class Engine:
+    """vLLM in this process. States: awake -> sleep() -> asleep -> wake_weights() -> loading -> wake_cache() -> awake; any other order raises.
+
+    `sync_weights` does the waking. Starts asleep and without weights. With tensor parallelism the first rank of an engine leads: it
+    runs the sessions, and before every turn tells the others which requests to add and to abort, so that all turn alike.
+    """
+
+    def __init__(self, cfg, tokenizer, tools=None):
+        vllm = import_vllm()
+        self.cfg, self.tokenizer, self.num_tokens, self.tools = cfg, tokenizer, len(tokenizer), tools
+        self.stop_token_ids = [] if cfg.rollout.ignore_eos else stop_token_ids(cfg.actor.path, tokenizer)
+        self.sleeps = torch.cuda.is_available() and cfg.rollout.free_cache_engine
+        check_gpu_memory(cfg.rollout)
+        check_heads(cfg.actor.path, cfg.rollout.tensor_model_parallel_size)
+        self.llm = vllm.LLM(
+            model=cfg.actor.path,
+            dtype=cfg.actor.dtype,
+            load_format="dummy",  # the weights come from the actor, always
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # not the model's own: the knobs are what is used
+            logprobs_mode="processed_logprobs",
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=cfg.rollout.tensor_model_parallel_size,
+            seed=cfg.trainer.seed,
+            disable_log_stats=True,
+            max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
+            enable_sleep_mode=self.sleeps,
+            gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+            kv_cache_memory_bytes=cfg.rollout.kv_cache_memory_bytes,
+            enforce_eager=cfg.rollout.enforce_eager or not torch.cuda.is_available(),
+            max_num_seqs=cfg.rollout.max_num_seqs,
+            max_num_batched_tokens=cfg.rollout.max_num_batched_tokens,
+        )
+        self.model = vllm_model(self.llm)
+        forbid_tokens_from(self.model, self.num_tokens)
+        self.ranks = tensor_parallel_ranks()
+        self.follows = self.ranks.rank_in_group > 0
+        self.dtype = getattr(torch, cfg.actor.dtype)
+        self.weight_version = None  # training steps behind the weights it holds
+        self.waiting: dict[str, asyncio.Future] = {}
+        self.orders: tuple[list, list] = ([], [])  # requests to add and names to abort at the next turn
+        self.news = None  # set when a session queued a request or ended
+        self.num_requests, self.idle_s = 0, 0.0
+        self.state = "awake"
+        self.sleep()
+
+    def _move(self, expected: str, new: str) -> None:
+        if self.state != expected:
+            raise RuntimeError(f"vLLM is {self.state}, where {expected} is needed to become {new}: the order is sleep, wake weights, load every tensor, wake the cache, generate")
+        self.state = new
+
+    def sleep(self) -> None:
+        """Free weights and KV cache on the GPU. Nothing of a step outlives it: the next one can't generate before a sync."""
+        self._move("awake", "asleep")
+        if self.sleeps:
+            self.llm.sleep(level=2)
+        else:
+            self.llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the tools and vLLM, then the process group that it shares with the actor."""
+        if self.tools:
+            self.tools.close()
+        self.llm.llm_engine.engine_core.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def wake_weights(self) -> None:
+        self._move("asleep", "loading")
+        if self.sleeps:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+
+    def load_weights(self, weights) -> set[str]:
+        """Write a stream of (Hugging Face name, tensor) into vLLM; returns vLLM's names of what was written."""
+        if self.state != "loading":
+            raise RuntimeError(f"vLLM is {self.state}: weights are loaded between waking them and waking the cache")
+        loaded = self.model.load_weights(weights)
+        finish_loading(self.llm)
+        return loaded
+
+    def wake_cache(self, weight_version: int) -> None:
+        """Memory for the KV cache, and leave to generate. Nothing of older weights is in it: going to sleep cleared the prefix cache."""
+        self._move("loading", "awake")
+        if self.sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.weight_version = weight_version
+
+    async def generate(self, tokens: list[int], sampling, max_tokens: int, seed: int) -> Reply:
+        """Queue one request and wait until it is done; `drive` turns the engine. Cancelled, it leaves vLLM too."""
+        params = sampling_params(
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=max_tokens, seed=seed,
+            stop_token_ids=self.stop_token_ids, ignore_eos=self.cfg.rollout.ignore_eos,
+        )  # fmt: skip
+        self.num_requests += 1
+        name = str(self.num_requests)
+        self.waiting[name] = asyncio.get_running_loop().create_future()
+        self.orders[0].append((name, tokens, params))
+        self.news.set()
+        try:
+            output = await self.waiting[name]
+        except asyncio.CancelledError:
+            self.waiting.pop(name, None)
+            self.orders[1].append(name)
+            raise
+        reply = Reply(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason)
+        assert len(reply.tokens) == len(reply.logprobs), f"vLLM gave {len(reply.tokens)} tokens and {len(reply.logprobs)} log-probs"
+        return reply
+
+    def drive(self, sessions: list) -> list:
+        """Run coroutines that generate, together, until all have ended; their results in order. The first that raises ends the others.
+
+        The ranks that follow run none: they turn the engine with their leader, and get nothing.
+        """
+        if self.follows or self.state != "awake":
+            for session in sessions:
+                session.close()
+        if self.state != "awake":
+            raise RuntimeError(f"vLLM is {self.state}: it generates between a sync of the weights and the next sleep")
+        self.idle_s = 0.0
+        with no_garbage_collection():
+            if not self.follows:
+                return asyncio.run(self._drive(sessions))
+            while (orders := self.ranks.broadcast_object(None)) is not None:
+                self._turn(*orders)
+            return []
+
+    async def _drive(self, sessions: list) -> list:
+        """Turn the engine whenever it has work; sessions go on as their replies come."""
+        self.news = asyncio.Event()
+        jobs = [asyncio.ensure_future(session) for session in sessions]
+        pending, failed = set(jobs), []
+
+        def ended(job):
+            pending.discard(job)
+            self.news.set()
+            if not job.cancelled() and job.exception():
+                failed.append(job.exception())
+
+        for job in jobs:
+            job.add_done_callback(ended)
+        try:
+            while pending and not failed:
+                await asyncio.sleep(0)  # sessions queue their first turn, or the next one
+                if any(self.orders) or self.llm.llm_engine.has_unfinished_requests():
+                    self._lead()
+                elif pending and not failed:  # only tools and rewards are at work
+                    start = time.perf_counter()
+                    self.news.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self.news.wait(), 60)
+                    self.idle_s += time.perf_counter() - start
+                    self._lead()  # so that a follower's wait never reaches its group's time-out
+            if failed:
+                raise failed[0]
+            return [job.result() for job in jobs]
+        finally:
+            for job in pending:
+                job.cancel()
+            if pending:
+                await asyncio.wait(set(pending), timeout=5)  # a session that holds on is left behind
+            self.orders[1].extend(self.waiting)
+            self.waiting.clear()
+            self._lead()
+            self.ranks.broadcast_object(None)
+
+    def _lead(self) -> None:
+        """Tell the ranks of this engine what to do, and do it."""
+        orders, self.orders = self.orders, ([], [])
+        self.ranks.broadcast_object(orders)
+        for output in self._turn(*orders):
+            future = self.waiting.pop(output.request_id, None)
+            if future and not future.done():
+                future.set_result(output.outputs[0])
+
+    def _turn(self, requests: list, aborted: list[str]) -> list:
+        """One step of vLLM, after adding and aborting what the leader says; the requests that it finished."""
+        engine = self.llm.llm_engine
+        for name, tokens, params in requests:
+            engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        if aborted:
+            engine.abort_request(aborted)
+        return [output for output in engine.step() if output.finished] if engine.has_unfinished_requests() else []
+
+
+@contextlib.contextmanager
+def no_garbage_collection():
+    """vLLM makes objects for every token and request; looking for cycles among them while generating costs more than it frees."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def check_gpu_memory(cfg) -> None:
+    """ValueError when the GPU has less free than vLLM is to take."""
+    if not torch.cuda.is_available():
+        return
+    free, total = torch.cuda.mem_get_info()
+    if free < cfg.gpu_memory_utilization * total:
+        raise ValueError(
+            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization} asks for {cfg.gpu_memory_utilization * total / 2**30:.1f} GiB, but only {free / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB are free: lower it below {free / total:.2f}, or free the GPU"
+        )
+
+
+def check_heads(path: str, tensor_parallel: int) -> None:
+    """ValueError when the model's key-value heads can't be dealt out evenly: vLLM would copy some, and the sum of bits would not prove a sync."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % tensor_parallel:
+        raise ValueError(f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of actor.path={path}")

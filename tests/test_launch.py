@@ -1,0 +1,105 @@
+"""Ranks as processes: one that fails ends all, with its own error; SIGTERM lets the step end; nothing outlives its launcher."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT, flags, launch, launch_command, launch_environment, read_metrics
+
+BREAKS = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import actor, launch, rollout, sync_weights, train
+from config import load_config
+
+places = {{"sync": (train, "sync_weights"), "rollout": (rollout.Rollout, "run_session"), "score": (rollout, "check_failures"), "update": (actor.Actor, "optimizer_step"), "save": (train, "save")}}
+owner, name = places[os.environ["BREAKS_IN"]]
+whole = getattr(owner, name)
+
+def broken(*args, **kwargs):
+    if os.environ["RANK"] == os.environ["BREAKS_ON"]:
+        open(os.environ["BROKE_AT"], "w").write(str(time.time()))
+        raise ArithmeticError("broken " + os.environ["BREAKS_IN"])
+    return whole(*args, **kwargs)
+
+setattr(owner, name, broken)
+launch.run(lambda: train.train(load_config(sys.argv[1:])))
+"""
+
+
+@pytest.mark.parametrize("place, rank", [("sync", 1), ("rollout", 1), ("score", 0), ("update", 1), ("save", 0)])
+def test_failure_of_one_rank_ends_both_with_its_traceback(tiny, tmp_path, place, rank):
+    """The other rank is inside a collective, and its own error, if it has one, is not what the user is to read."""
+    script = tmp_path / "breaks.py"
+    script.write_text(BREAKS.format(root=str(ROOT)))
+    env = {"BREAKS_IN": place, "BREAKS_ON": str(rank), "BROKE_AT": str(tmp_path / "time")}
+    result = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--checkpoint.save-freq", "1"), 2, script=script, env=env)
+    took = time.time() - float((tmp_path / "time").read_text())
+    assert result.returncode != 0 and took < 15
+    assert f"ArithmeticError: broken {place}" in result.stderr
+    tracebacks = [part for part in result.stderr.split("Traceback (most recent call last):") if "elastic" not in part and "accelerate/commands" not in part]
+    assert f"broken {place}" in tracebacks[-1]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
+
+
+def start(tiny, tmp_path, processes, *more):
+    """A run that would take minutes, once it has done a step or two."""
+    args = flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", "2000", *more)
+    process = subprocess.Popen(launch_command(args, processes), env=launch_environment(), stdout=open(tmp_path / "out", "w"), stderr=subprocess.STDOUT)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.time() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 1):
+        assert process.poll() is None and time.time() < deadline, (tmp_path / "out").read_text()[-3000:]
+        time.sleep(0.1)
+    return process, metrics
+
+
+def ranks(tmp_path):
+    """Processes of this run that train: not launchers, which name train.py as an argument to something else."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or []) and "torch.distributed.run" not in p.info["cmdline"] and "launch" not in p.info["cmdline"]]
+
+
+def wait_until_gone(tmp_path, seconds):
+    deadline = time.time() + seconds
+    while left := ranks(tmp_path):
+        assert time.time() < deadline, f"still there: {left}"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_to_the_launcher_ends_the_step_and_saves(tiny, tmp_path, processes):
+    """accelerate's launcher dies of it and passes nothing on."""
+    process, metrics = start(tiny, tmp_path, processes)
+    process.send_signal(signal.SIGTERM)
+    wait_until_gone(tmp_path, 30)
+    steps = len(read_metrics(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
+    assert "told to end (SIGTERM)" in (tmp_path / "out").read_text()
+
+
+def test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there(tiny, tmp_path):
+    process, metrics = start(tiny, tmp_path, 1)
+    ranks(tmp_path)[0].send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    steps = len(read_metrics(tmp_path / "run"))
+    result = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", str(steps + 1)))
+    assert result.returncode == 0 and f"step-{steps:06d}" in result.stdout
+    assert [m["step"] for m in read_metrics(tmp_path / "run")] == list(range(steps + 2))
+
+
+def test_killed_rank_ends_the_other(tiny, tmp_path):
+    process, metrics = start(tiny, tmp_path, 2)
+    killed = time.time()
+    ranks(tmp_path)[-1].kill()
+    assert process.wait(30) != 0 and time.time() - killed < 15
+    assert not ranks(tmp_path)
+
+
+def test_killed_launcher_leaves_nothing_behind(tiny, tmp_path):
+    process, metrics = start(tiny, tmp_path, 2)
+    process.kill()
+    wait_until_gone(tmp_path, 45)
