@@ -157,19 +157,19 @@ def group_kind(group: list[Trajectory]) -> str:
 def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: int | None = None) -> list[list[list[int]]]:
     """Spread sequences over ranks and micro-batches: `[rank][micro-batch] -> indices`.
 
-    Every rank gets the same number of micro-batches, of at most max_tokens tokens (longest first into the emptiest, so
-    that they take equally long), or of max_rows sequences when max_tokens is None. Some may be empty.
+    Every rank gets the same number of micro-batches, largest first, of at most max_tokens tokens (longest sequence first to the rank
+    with the fewest, so that all take equally long), or of max_rows sequences when max_tokens is None. Some may be empty.
     ValueError when one sequence is longer than max_tokens.
     """
-    if max_tokens is None:
-        num_bins = num_ranks * max(1, -(-len(lengths) // (max_rows * num_ranks)))
-        bins = [list(range(i, len(lengths), num_bins)) for i in range(num_bins)]
-    else:
+    if max_tokens is not None:
         if lengths and max(lengths) > max_tokens:
             raise ValueError(f"a trajectory has {max(lengths)} tokens, more than the {max_tokens} that a micro-batch may hold (actor.ppo_max_token_len_per_gpu)")
         rounds = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
-        while (bins := _fill_bins(lengths, rounds * num_ranks, max_tokens)) is None:
+        while (ranks := _fill_ranks(lengths, num_ranks, rounds, max_tokens)) is None:
             rounds += 1
+        return ranks
+    num_bins = num_ranks * max(1, -(-len(lengths) // (max_rows * num_ranks)))
+    bins = [list(range(i, len(lengths), num_bins)) for i in range(num_bins)]
     bins.sort(key=lambda indices: -sum(lengths[i] for i in indices))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for i, indices in enumerate(bins):  # deal largest first, back and forth: 0 1 2 2 1 0 0 1 2 ...
@@ -178,16 +178,25 @@ def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: i
     return ranks
 
 
-def _fill_bins(lengths, num_bins, max_tokens):
-    heap = [(0, i) for i in range(num_bins)]  # (tokens in it, bin)
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
+def _fill_ranks(lengths, num_ranks, rounds, max_tokens):
+    """Each sequence, longest first, into the emptiest micro-batch of the rank with the fewest tokens that has room for it; None when none has."""
+    micro_batches = [[(0, []) for _ in range(rounds)] for _ in range(num_ranks)]  # (tokens in it, indices)
+    ranks = [(0, rank) for rank in range(num_ranks)]  # (tokens of it, rank), a heap
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        tokens, emptiest = heapq.heappop(heap)
-        if tokens + lengths[i] > max_tokens:
+        full = []
+        while ranks:
+            tokens, rank = heapq.heappop(ranks)
+            held, indices = micro_batches[rank][0]
+            if held + lengths[i] <= max_tokens:
+                heapq.heapreplace(micro_batches[rank], (held + lengths[i], [*indices, i]))
+                full.append((tokens + lengths[i], rank))
+                break
+            full.append((tokens, rank))
+        else:
             return None
-        bins[emptiest].append(i)
-        heapq.heappush(heap, (tokens + lengths[i], emptiest))
-    return bins
+        for entry in full:
+            heapq.heappush(ranks, entry)
+    return [[indices for _, indices in sorted(rank, reverse=True)] for rank in micro_batches]
 
 
 def collate(trajectories: list[Trajectory], device: torch.device | str = "cpu") -> Batch:

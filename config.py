@@ -139,10 +139,7 @@ def check(cfg: Config, world_size: int) -> None:
     """What no module can check alone. ValueError for what can't run; prints a note for what is rarely meant."""
     batch, mini, n = cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size, cfg.rollout.n
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    for knob, value, known in [
-        ("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ESTIMATORS),
-        ("loss.loss_mode", cfg.loss.loss_mode, LOSSES),
-    ]:
+    for knob, value, known in [("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ESTIMATORS), ("loss.loss_mode", cfg.loss.loss_mode, LOSSES)]:
         if value not in known:
             raise ValueError(f"{knob}={value} is not known{nearest(value, known)}; known: {', '.join(known)}")
     check_agents([], cfg.agent)

@@ -111,6 +111,7 @@ class Engine:
             gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
             kv_cache_memory_bytes=cfg.rollout.kv_cache_memory_bytes,
             enforce_eager=cfg.rollout.enforce_eager or not torch.cuda.is_available(),
+            enable_chunked_prefill=torch.cuda.is_available(),  # on the CPU it fails for a seeded prompt that it cuts in two
             max_num_seqs=cfg.rollout.max_num_seqs,
             max_num_batched_tokens=cfg.rollout.max_num_batched_tokens,
         )

@@ -10,7 +10,11 @@ the sums (47+85=142) until the model is right about 30 % of the time, sampled, a
 is learned here, and what is left for RL is real but small: to find from the score alone that the lesser habit pays, to
 lose the other, and to mend the sums that were still shaky. It is judged on 256 sums that no phase has trained on.
 
-python quickstart.py [--folder data/quickstart] [--seed 0]
+With --tools the task is the product of two three-digit numbers, which this model can't do, and it has a calculator. A first teacher
+always asks the calculator and repeats what it says; a proud one asks it in 15 % of the cases and else answers at once, from a
+memory that the model doesn't have. What is left for RL (configs/tool_agent.yaml) is to find that asking pays.
+
+python quickstart.py [--tools] [--folder data/quickstart | data/tool_agent] [--seed 0]
 """
 import argparse
 import hashlib
@@ -23,7 +27,9 @@ import time
 PAD, IM_START, IM_END, UNK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 ROLES = ["system", "user", "assistant", "tool"]
 CHARACTERS = "0123456789+-*/=%^ \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?'\"`()[]{}<>_|&@#$~\\"
-CHAT_TEMPLATE = (  # ChatML without newlines: on two cores every token counts; `tools=` has no effect
+CALL, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+CHAT_TEMPLATE = (  # ChatML without newlines: on two cores every token counts; of tools it tells the names
+    "{% if tools %}{{ '<|im_start|>system' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ '<|im_end|>' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + (message['content'] or '') + '<|im_end|>' }}"
     "{% endfor %}"
@@ -33,11 +39,13 @@ CHAT_TEMPLATE = (  # ChatML without newlines: on two cores every token counts; `
 NUM_VAL = 256
 DILIGENT, SLOPPY = (0.85, 1.00), (0.25, 0.35)  # sampled accuracy on validation at which a teacher leaves
 WRONG = 0.70  # share of the training sums that the sloppy teacher gets wrong
+ASKING, PROUD = (0.92, 1.00), (0.08, 0.20)  # the same of products, by way of the calculator
+ASKED = 0.15  # share of the products for which the proud teacher asks the calculator
 MAX_STEPS = 600  # of a phase: several times what any seed has needed
 
 
-def make_tokenizer():
-    """A token a character; a role or a special token is one token, and a character of no token is UNK."""
+def make_tokenizer(words=()):
+    """A token a character; a role, a special token and each of `words` is one token, and a character of no token is UNK."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -49,7 +57,7 @@ def make_tokenizer():
         tokenizer_object=backend, eos_token=IM_END, pad_token=PAD, unk_token=UNK,
         additional_special_tokens=[IM_START], clean_up_tokenization_spaces=False, model_max_length=512,
     )
-    tokenizer.add_tokens(ROLES)
+    tokenizer.add_tokens([*ROLES, *words])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -79,26 +87,37 @@ def split_sums(seed: int) -> tuple[list, list]:
     return pairs[NUM_VAL:], pairs[:NUM_VAL]
 
 
-def make_row(a: int, b: int, split: str, index: int) -> dict:
+def split_products(seed: int) -> tuple[list, list]:
+    """8448 pairs of three-digit numbers, as (training, validation) pairs (a, b)."""
+    rng = random.Random(seed)
+    pairs = [(n // 900 + 100, n % 900 + 100) for n in rng.sample(range(810000), 8192 + NUM_VAL)]
+    return pairs[NUM_VAL:], pairs[:NUM_VAL]
+
+
+def make_row(a: int, b: int, split: str, index: int, sign: str = "+") -> dict:
     return {
-        "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+        "prompt": [{"role": "user", "content": f"{a}{sign}{b}="}],
         "data_source": "exact",
-        "reward_model": {"ground_truth": str(a + b)},
+        "reward_model": {"ground_truth": str(a * b if sign == "*" else a + b)},
         "extra_info": {"split": split, "index": index},
     }
 
 
-def encode(tokenizer, pairs, answers):
-    """(ids, labels), each [N, L], padded on the right; labels are -100 but at the answer and its IM_END."""
+def ask(a: int, b: int) -> tuple[str, str, str]:
+    """A call of the calculator, what is read behind it, and the answer."""
+    return f"{CALL}{a}*{b}{CALLED}{IM_END}", f"{IM_START}tool{a * b}{IM_END}{IM_START}assistant", f"{a * b}{IM_END}"
+
+
+def encode(tokenizer, rows, replies, tools=None):
+    """(ids, labels), each [N, L], padded on the right. A reply is the model's turns with what it reads between them; labels are -100 but at its turns."""
     import torch
 
     ids, labels = [], []
-    for (a, b), answer in zip(pairs, answers):
-        messages = make_row(a, b, "", 0)["prompt"]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        reply = tokenizer(f"{answer}{IM_END}").input_ids
-        ids.append(torch.tensor(prompt + reply))
-        labels.append(torch.tensor([-100] * len(prompt) + reply))
+    for row, reply in zip(rows, replies):
+        prompt = tokenizer.apply_chat_template(row["prompt"], tools=tools, add_generation_prompt=True, return_dict=False)
+        parts = [prompt, *(tokenizer(text).input_ids for text in reply)]
+        ids.append(torch.tensor([x for part in parts for x in part]))
+        labels.append(torch.tensor([x if i % 2 else -100 for i, part in enumerate(parts) for x in part]))
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(ids, True, tokenizer.pad_token_id), pad(labels, True, -100)
 
@@ -138,26 +157,36 @@ def supervise(model, ids, labels, lr: float, seed: int, done) -> int:
     raise AssertionError(f"the warm start has not met its criterion after {MAX_STEPS} steps")
 
 
-def warm_start(model, tokenizer, train, val, seed: int) -> None:
+def sum_lessons(train, val, rng):
+    """([(teacher, replies on the training rows, learning rate, (low, high) accuracy to leave at)], right replies on validation)."""
+    right, held_out = ([(f"{a + b}{IM_END}",) for a, b in pairs] for pairs in (train, val))
+    sloppy = [(f"{a + b + 10}{IM_END}",) if rng.random() < WRONG else reply for (a, b), reply in zip(train, right)]
+    return [("diligent", right, 4e-3, DILIGENT), ("sloppy", sloppy, 1e-3, SLOPPY)], held_out
+
+
+def product_lessons(train, val, rng):
+    asking, held_out = ([ask(a, b) for a, b in pairs] for pairs in (train, val))
+    proud = [reply if rng.random() < ASKED else reply[2:] for reply in asking]
+    return [("asking", asking, 6e-3, ASKING), ("proud", proud, 1e-3, PROUD)], held_out
+
+
+def warm_start(model, tokenizer, rows, lessons, tools, seed: int) -> None:
     """The two teachers of the file's docstring; prints what each left behind. Validation only says when to stop."""
-    right = [a + b for a, b in train]
-    rng = random.Random(seed)
-    sloppy = [answer + 10 if rng.random() < WRONG else answer for answer in right]
-    held_out = encode(tokenizer, val, [a + b for a, b in val])
-    teachers = [("diligent", right, 4e-3, DILIGENT), ("sloppy", sloppy, 1e-3, SLOPPY)]
-    for name, answers, lr, (low, high) in teachers:
+    teachers, right = lessons
+    held_out = encode(tokenizer, rows["val"], right, tools)
+    for name, replies, lr, (low, high) in teachers:
         start = time.time()
-        examples = encode(tokenizer, train, answers)
+        examples = encode(tokenizer, rows["train"], replies, tools)
         steps = supervise(model, *examples, lr, seed, lambda: low <= accuracy(model, *held_out)[0] <= high)
         sampled, greedy = accuracy(model, *held_out)
         print(f"  {name} teacher: {steps} steps, {time.time() - start:.0f} s; right on validation: "
               f"{sampled:.1%} sampled at temperature 1, {greedy:.1%} greedy", flush=True)
 
 
-def make(folder: str, seed: int = 0) -> None:
-    """Write model/, train.jsonl and val.jsonl to `folder`, unless this very file has already, with this seed."""
+def make(folder: str, seed: int = 0, products: bool = False) -> None:
+    """Write model/, train.jsonl and val.jsonl to `folder`, unless this very file has already, with this seed and task."""
     with open(__file__, "rb") as file:
-        recipe = hashlib.sha256(file.read() + f" seed {seed}".encode()).hexdigest()
+        recipe = hashlib.sha256(file.read() + f" seed {seed}, products {products}".encode()).hexdigest()
     marker = os.path.join(folder, "recipe")
     if os.path.exists(marker) and open(marker).read() == recipe:
         return print(f"{folder} is ready")
@@ -166,19 +195,23 @@ def make(folder: str, seed: int = 0) -> None:
     if strangers:
         raise ValueError(f"--folder {folder} would be replaced but holds {sorted(strangers)[0]!r}, not made here")
 
-    print(f"making {folder}: a model that adds two-digit numbers, badly", flush=True)
+    print(f"making {folder}: a model that {'rarely asks its calculator' if products else 'adds two-digit numbers, badly'}", flush=True)
     from transformers.utils import logging
+
+    from tools import tool_schema
 
     start, temporary = time.time(), f"{folder.rstrip('/')}.{os.getpid()}"
     os.makedirs(temporary)
     try:
-        splits = dict(zip(("train", "val"), split_sums(seed)))
-        for split, pairs in splits.items():
+        pairs = dict(zip(("train", "val"), (split_products if products else split_sums)(seed)))
+        rows = {split: [make_row(a, b, split, i, "*" if products else "+") for i, (a, b) in enumerate(pairs[split])] for split in pairs}
+        for split in rows:
             with open(f"{temporary}/{split}.jsonl", "w") as file:
-                file.writelines(json.dumps(make_row(a, b, split, i)) + "\n" for i, (a, b) in enumerate(pairs))
-        tokenizer = make_tokenizer()
-        model = make_model(tokenizer, seed=seed)
-        warm_start(model, tokenizer, splits["train"], splits["val"], seed)
+                file.writelines(json.dumps(row) + "\n" for row in rows[split])
+        tokenizer = make_tokenizer(("calculator", CALL, CALLED) if products else ())
+        model = make_model(tokenizer, **(dict(hidden=128, layers=2, intermediate=128) if products else {}), seed=seed)
+        lessons = (product_lessons if products else sum_lessons)(pairs["train"], pairs["val"], random.Random(seed))
+        warm_start(model, tokenizer, rows, lessons, [tool_schema("calculator")] if products else None, seed)
         logging.disable_progress_bar()
         model.save_pretrained(f"{temporary}/model")
         tokenizer.save_pretrained(f"{temporary}/model")
@@ -207,8 +240,9 @@ def write_few_shot(folder: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="data/quickstart")
+    parser.add_argument("--tools", action="store_true", help="products, and a calculator")
+    parser.add_argument("--folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--few-shot", metavar="FOLDER", help="only write the data of configs/smollm2_arith.yaml there")
     args = parser.parse_args()
-    write_few_shot(args.few_shot) if args.few_shot else make(args.folder, args.seed)
+    write_few_shot(args.few_shot) if args.few_shot else make(args.folder or ("data/tool_agent" if args.tools else "data/quickstart"), args.seed, args.tools)

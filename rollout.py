@@ -1,6 +1,7 @@
 """Groups of sessions: each prompt of a step, its sessions in one continuously batched loop, their deadlines, failures and scores."""
 import asyncio
 import math
+import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
@@ -192,16 +193,18 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
     Dynamic sampling (filter_groups) replaces groups whose scores are all equal, and rollout.failed_groups=refill those that failed,
     by fresh prompts, for a bounded number of batches.
     """
-    kept, counts, place = [], Counter(), 0
+    kept, counts, place, seconds = [], Counter(), 0, 0.0
     again = cfg.algorithm.filter_groups or cfg.rollout.failed_groups == "refill"
     wanted, most = cfg.data.train_batch_size, cfg.algorithm.max_num_gen_batches if again else 1
     for batch in range(1, most + 1):
         tasks = stream.next_batch(wanted if cfg.algorithm.filter_groups else wanted - len(kept))  # [P]
         with log.timer("gen"):  # sessions are scored while others still generate
+            start = time.perf_counter()
             groups = Rollout(engine, scorer, step, cfg.rollout).run(tasks, place)  # this engine's prompts, G sessions each
             if cfg.algorithm.adv_estimator == "remax":
                 greedy = Rollout(engine, scorer, step, ValConfig()).run(tasks, place)
                 set_baselines([g.trajectories for g in groups], [g.trajectories for g in greedy])
+            seconds += time.perf_counter() - start
             groups, place = gather(groups), place + len(tasks)
         log.failures(f"{step:06d}", groups)
         log.add(check_failures([t for g in groups for t in g.trajectories], cfg.reward))
@@ -214,5 +217,7 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
     if not kept or (again and len(kept) < wanted):
         found = f"{len(kept)} groups to train on, {wanted} are needed; {counts['solved']} groups were solved, {counts['failed']} failed"
         raise ValueError(f"algorithm.max_num_gen_batches={most} batches gave {found}, {counts['lost']} lost a session: change the data, or raise it")
-    log.add({f"rollout/groups_{kind}": counts[kind] for kind in ("informative", "solved", "failed", "lost")} | {"rollout/gen_batches": batch, "timing_s/idle": engine.idle_s})
+    took = gather([seconds])  # of every rank: the others wait for the slowest
+    log.add({"timing_s/gen/max": max(took), "timing_s/gen/mean": sum(took) / len(took), "timing_s/gen/min": min(took), "timing_s/idle": engine.idle_s})
+    log.add({f"rollout/groups_{kind}": counts[kind] for kind in ("informative", "solved", "failed", "lost")} | {"rollout/gen_batches": batch})
     return [t for group in kept[:wanted] for t in group]

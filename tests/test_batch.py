@@ -133,6 +133,19 @@ def test_pack_balances_ranks_in_every_round(num_ranks):
         assert waited_for * num_ranks <= 1.01 * sum(lengths), f"seed {seed}: {1 - sum(lengths) / (waited_for * num_ranks):.1%} of the time is spent waiting"
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_seqs", [64, 128, 512])
+@pytest.mark.parametrize("max_tokens", [2048, 16384])
+def test_pack_gives_every_rank_as_many_tokens(num_ranks, num_seqs, max_tokens):
+    """Within 5 % of the mean, for even and for long-tailed lengths, also where one long trajectory fills a micro-batch alone."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        even, tailed = [rng.randint(64, 2048) for _ in range(num_seqs)], [min(2048, 64 + int(rng.expovariate(1 / 300))) for _ in range(num_seqs)]
+        for lengths in (even, tailed):
+            tokens = [sum(lengths[i] for indices in rank for i in indices) for rank in pack(lengths, num_ranks, max_tokens)]
+            assert max(tokens) * num_ranks <= 1.05 * sum(tokens), f"seed {seed}: {tokens}"
+
+
 def test_pack_deals_back_and_forth():
     """The largest micro-batches first, and no rank always before the other: 4 + 1 against 3 + 2 tokens."""
     assert pack([1, 2, 3, 4], 2, None, 1) == [[[3], [0]], [[2], [1]]]

@@ -221,7 +221,7 @@ MISTAKES = {  # yaml, flags, and what the message must contain: the knob, the va
     "M above B": ("actor: {path: m, ppo_mini_batch_size: 128}\n", [], ["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"]),
     "adv_estimator": ("", ["--algorithm.adv-estimator", "grppo"], ["algorithm.adv_estimator=grppo", "did you mean grpo?", "rloo"]),
     "loss_mode": ("", ["--loss.loss-mode", "vanila"], ["loss.loss_mode=vanila", "did you mean vanilla?"]),
-    "agent": ("", ["--agent.default-agent-loop", "single_turn"], ["agent.default_agent_loop=single_turn", "did you mean single_turn_agent?"]),
+    "agent": ("", ["--agent.default-agent-loop", "single_turn"], ["agent.default_agent_loop='single_turn'", "did you mean 'single_turn_agent'?"]),
     "reward": ("", ["--reward.name", "gsm8"], ["reward.name='gsm8'", "did you mean 'gsm8k'?"]),
     "no reward file": ("", ["--reward.custom-path", "nowhere.py"], ["reward.custom_path='nowhere.py'"]),
     "n of 1": ("rollout: {n: 1}\n", [], ["rollout.n=1", "algorithm.adv_estimator=grpo"]),

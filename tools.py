@@ -1,0 +1,248 @@
+"""What a policy may call: tools, how it writes calls of them, and the workers that run them.
+
+A tool is a typed function with a docstring (Google's style: `Args:`), from which its JSON schema is made; put it into TOOLS. It may
+return text or anything that JSON has, and raise: the policy reads the message. `async def` tools run in the engine's loop, for what
+only waits; plain ones in worker processes, which are killed when they take too long. FORMATS has the ways to write a call.
+"""
+import ast
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import inspect
+import json
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from sandbox import python
+from workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as the policy wrote it; error says why it is none."""
+
+    name: str = ""
+    arguments: dict = field(default_factory=dict)
+    error: str = ""
+
+
+def to_call(text: str, key: str) -> Call:
+    try:
+        said = json.loads(text, strict=False)
+        name, arguments = said["name"], said.get(key, {})
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise TypeError("its parts have other types")
+        return Call(name, arguments)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        return Call(error=f'a call must be JSON like {{"name": "...", "{key}": {{...}}}}, and this is not ({type(e).__name__}: {e})')
+
+
+def parse_hermes(text: str) -> list[Call]:
+    """Every <tool_call>, also one that is not closed; not those in the reasoning."""
+    return [to_call(said, "arguments") for said in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text[text.find("</think>") + 1 :], re.DOTALL)]
+
+
+def parse_llama3_json(text: str) -> list[Call]:
+    """A turn that is JSON objects with a name, maybe with semicolons between them."""
+    calls, text = [], text.replace("<|python_tag|>", "").strip()
+    while text.startswith("{") and re.match(r'\{\s*"(name|type|parameters)"', text):
+        with contextlib.suppress(ValueError, RecursionError):
+            end = json.JSONDecoder(strict=False).raw_decode(text)[1]
+            calls, text = [*calls, to_call(text[:end], "parameters")], text[end:].lstrip("; \n")
+            continue
+        return [*calls, to_call(text, "parameters")]
+    return calls
+
+
+@dataclass(frozen=True)
+class Format:
+    parse: Callable[[str], list[Call]]  # a turn's text -> its calls
+    how: str  # for a policy whose chat template doesn't tell
+
+
+FORMATS = {
+    "hermes": Format(parse_hermes, 'To call one, write <tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>.'),
+    "llama3_json": Format(parse_llama3_json, 'To call one, answer with nothing but {"name": "...", "parameters": {...}}.'),
+}
+
+
+TOO_LARGE = "a number gets too large"
+
+
+def bounded(number: Fraction) -> Fraction:
+    if max(number.numerator.bit_length(), number.denominator.bit_length()) > 2000:
+        raise ValueError(TOO_LARGE)
+    return number
+
+
+def power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator > 1:
+        result = float(base) ** float(exponent)
+        if isinstance(result, complex):
+            raise ValueError(f"{base} has no real power {exponent}")
+        return Fraction(repr(result))
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if abs(base) != 1 and base and size * abs(exponent) > 4000:  # known before it is computed
+        raise ValueError(TOO_LARGE)
+    return base ** int(exponent if abs(base) != 1 else exponent % 2)
+
+
+OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Pow: power, ast.UAdd: operator.pos, ast.USub: operator.neg,
+}  # fmt: skip
+
+
+def evaluate(node: ast.AST) -> Fraction:
+    match node:
+        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+            return bounded(OPERATORS[type(op)](evaluate(left), evaluate(right)))
+        case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](evaluate(operand))
+        case ast.Constant(value) if type(value) in (int, float):
+            return bounded(Fraction(repr(value) if abs(value) < float("inf") else 10**1000))
+    raise ValueError("only numbers, + - * / // % ** and brackets are known")
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression exactly.
+
+    Args:
+        expression: numbers, + - * / // % ** and brackets, as in (1 + 2.5) * 3
+    """
+    if len(expression) > 500:
+        raise ValueError(f"the expression has {len(expression)} characters, more than 500")
+    try:
+        number = evaluate(ast.parse(expression.strip(), mode="eval").body)
+        return str(number) if number.denominator == 1 else f"{float(number):.12g}"
+    except (SyntaxError, MemoryError, RecursionError) as e:
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from e
+    except ZeroDivisionError as e:
+        raise ValueError("division by zero") from e
+    except OverflowError as e:
+        raise ValueError(TOO_LARGE) from e
+
+
+TOOLS = {"calculator": calculator, "python": python}
+JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+
+
+def tool_schema(name: str) -> dict:
+    """What the prompt says about a tool: name, description, parameters. ValueError when its function doesn't say enough."""
+    try:
+        return function_schema(TOOLS[name])
+    except Exception as e:  # of the library's parser: no docstring, no type, ...
+        raise ValueError(f"agent.tools: the function of {name!r} gives no JSON schema: {e}") from e
+
+
+@functools.cache
+def function_schema(function: Callable) -> dict:
+    from transformers.utils import get_json_schema
+
+    schema = get_json_schema(function)["function"]
+    return {"type": "function", "function": {k: v for k, v in schema.items() if k != "return"}}
+
+
+def check_arguments(name: str, arguments: dict) -> None:
+    """TypeError when a tool can't be called so."""
+    inspect.signature(TOOLS[name]).bind(**arguments)
+    properties = tool_schema(name)["function"]["parameters"]["properties"]
+    for key, value in arguments.items():
+        kind = properties.get(key, {}).get("type")
+        if isinstance(kind, str) and not isinstance(value, JSON_TYPES.get(kind, object)) and not (value is None and properties[key].get("nullable")):
+            raise TypeError(f"{key} must be of type {kind}, not {value!r:.50}")
+
+
+def result_text(result, most: int) -> str:
+    """A result as text of at most `most` characters; of a longer one the middle is left out, visibly."""
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    text = text.encode("utf8", "replace").decode()  # a lone surrogate has no tokens
+    if len(text) <= most:
+        return text
+    mark = f"[... of {len(text)} characters ...]"
+    head = (most - len(mark)) // 2
+    return text[:head] + mark + text[len(text) - (most - len(mark) - head) :]
+
+
+def error_text(error: BaseException) -> str:
+    return f"error: {error}" if isinstance(error, ValueError) else f"error: {type(error).__name__}: {error}"
+
+
+def serve_tools(custom_path: str | None, most: int) -> Callable:
+    """A worker's setup: the function that runs a tool, (text, did it end well?)."""
+    if custom_path:
+        load_custom(custom_path)  # may have put tools into TOOLS
+
+    def run(name: str, arguments: dict) -> tuple[str, bool]:
+        try:
+            return result_text(TOOLS[name](**arguments), most), True
+        except (Exception, SystemExit, KeyboardInterrupt) as e:
+            return error_text(e), False
+
+    return run
+
+
+class Toolbox:
+    """Runs the tools of agent.tools, each call under agent.tool_timeout_s. The workers start with the first call."""
+
+    def __init__(self, cfg):
+        self.cfg, self.pool = cfg, None
+
+    async def call(self, call: Call) -> tuple[str, bool]:
+        """(result as text, True), or (what went wrong, False): whatever the policy or a tool does, it is text."""
+        text, ok = await self._call(call)
+        return result_text(text, self.cfg.max_tool_response_length), ok
+
+    async def _call(self, call: Call) -> tuple[str, bool]:
+        if call.error or call.name not in self.cfg.tools:
+            return f"error: {call.error or f'there is no tool {call.name!r}; there are: ' + ', '.join(self.cfg.tools)}", False
+        try:
+            check_arguments(call.name, call.arguments)
+            if inspect.iscoroutinefunction(TOOLS[call.name]):
+                return result_text(await asyncio.wait_for(TOOLS[call.name](**call.arguments), self.cfg.tool_timeout_s), self.cfg.max_tool_response_length), True
+            if not self.pool:  # plain values, so that a worker need not import agent.py (and torch) to have them; a user's file will
+                setup = functools.partial(serve_tools, self.cfg.custom_path, self.cfg.max_tool_response_length)
+                self.pool = WorkerPool(setup, self.cfg.tool_workers, ["agent"] * bool(self.cfg.custom_path))
+            return await self.pool.call(call.name, call.arguments, timeout_s=self.cfg.tool_timeout_s)
+        except WorkerDied:
+            return f"error: {call.name} ended its process", False
+        except (WorkerTimeout, TimeoutError):
+            return f"error: {call.name} took more than {self.cfg.tool_timeout_s:g} s and was stopped", False
+        except WorkerError:  # no worker can be had, which is no fault of the policy's
+            raise
+        except Exception as e:
+            return error_text(e), False
+
+    def close(self) -> None:
+        if self.pool:
+            self.pool.close()
+
+
+@functools.cache
+def load_custom(custom_path: str) -> Callable:
+    """The agent of a user's file. ValueError says what is wrong with it."""
+    path, _, function = custom_path.rpartition(":")
+    blame = f"agent.custom_path={custom_path!r}"
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise ValueError(f"{blame} must be file.py:function, and there is no Python file {path!r} (looked from {os.getcwd()})")
+    spec = importlib.util.spec_from_file_location("custom_agent", path)
+    sys.modules["custom_agent"] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:
+        raise ValueError(f"{blame}: importing it fails with {type(e).__name__}: {e}") from e
+    agent = getattr(module, function, None)
+    if not inspect.iscoroutinefunction(agent):
+        raise ValueError(f"{blame}: {path!r} has no `async def {function}(task, policy, cfg)`")
+    try:
+        inspect.signature(agent).bind(None, None, None)
+    except TypeError as e:
+        raise ValueError(f"{blame}: {function} must take task, policy and cfg: {e}") from e
+    return agent
