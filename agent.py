@@ -229,4 +229,5 @@ def check_agents(tasks, cfg: AgentConfig) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise ValueError(f"{where}={name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''}; known: {', '.join(known)}")
-    tool_schemas(cfg)
+    if any(find_agent(t, cfg) is tool_agent for t in tasks):
+        tool_schemas(cfg)
