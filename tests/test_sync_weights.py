@@ -6,7 +6,7 @@ import torch
 
 from batch import Task
 from rollout import Rollout
-from sync_weights import SyncError, sync_weights
+from sync_weights import SyncConfig, SyncError, sync_weights, tolerances
 from test_actor import LOSS, sequences
 
 PROMPTS = [Task([{"role": "user", "content": f"{n}+1="}], "exact", "") for n in range(10, 14)]
@@ -121,3 +121,13 @@ def reset(engine):
 def test_probe_allows_what_it_is_told_to(cfg, engine, actor):
     with pytest.raises(SyncError, match="allowed 1e-12"):
         sync_weights(actor, engine, dataclasses.replace(cfg.sync, max_logprob_diff=1e-12), PROMPTS)
+
+
+def test_tolerances_go_by_type_and_device_and_give_way_to_the_knobs():
+    """vLLM multiplies float32 matrices in TF32 on a GPU: 1e-3 there would stop a healthy run."""
+    assert tolerances(SyncConfig(), torch.float32, "cpu") == (1e-3, pytest.approx(1e-4))
+    assert tolerances(SyncConfig(), torch.float32, "cuda") == (0.05, pytest.approx(0.005))
+    assert tolerances(SyncConfig(), torch.bfloat16, "cuda") == (1.0, pytest.approx(0.1))
+    assert tolerances(SyncConfig(max_logprob_diff=0.5, mean_logprob_diff=0.2), torch.bfloat16, "cuda") == (0.5, 0.2)
+    with pytest.raises(ValueError, match="sync.max_logprob_diff=0.0 must be above 0"):
+        SyncConfig(max_logprob_diff=0.0)
