@@ -1,4 +1,4 @@
-# make quickstart | make test: each installs what it needs into .venv first.
+# make quickstart | make tool-agent | make test | make prove | make mutate: each installs what it needs into .venv first.
 PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -1)
 BIN := .venv/bin
@@ -11,11 +11,15 @@ REQUIREMENTS := requirements-cpu.txt
 PYTHON := $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 endif
 
-.PHONY: quickstart test prove mutate install
+.PHONY: quickstart tool-agent test prove mutate install
 
 quickstart: install
 	$(BIN)/python quickstart.py
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch train.py --config configs/quickstart.yaml
+
+tool-agent: install
+	$(BIN)/python quickstart.py --tools
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch train.py --config configs/tool_agent.yaml
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -39,6 +39,10 @@ def import_vllm():
             layer.cpu_linear = torch.nn.functional.linear
 
         layers.dispatch_cpu_unquantized_gemm = keep_weights
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shared
+
+        named = shared.make_group_name  # the same in every run on a machine: two would share memory, and one that was killed would block the next
+        shared.make_group_name = staticmethod(lambda communicator: f"{named(communicator)}-{os.environ['MASTER_PORT']}")
     return vllm
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import yaml
 
 from batch import Trajectory
+from manifest import write_durably
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Logger:
         self.wandb = self.bar = None
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
-            keep_lines_before(run_dir / "metrics.jsonl", first_step)
+            before = keep_lines_before(run_dir / "metrics.jsonl", first_step)
+            self.first_val = next((record for record in before if validation_means(record)), {})
             for path in (run_dir / "rollouts").glob("*.failed.jsonl"):  # of steps that are done again; dumps are overwritten, these grow
                 if int(path.name.removeprefix("val-").partition(".")[0]) >= first_step:
                     path.unlink()
@@ -151,7 +153,7 @@ class Logger:
     def finish(self) -> None:
         """The last lines of a run: validation before and after, the memory of each phase, where the files are."""
         for name in validation_means(self.last_val):
-            self.say(f"{name}: {self.first_val[name]:.4f} before, {self.last_val[name]:.4f} after")
+            self.say(f"{name}: {self.first_val.get(name, math.nan):.4f} before, {self.last_val[name]:.4f} after")
         if self.memory:
             self.say("GPU memory at the end of each phase, at most, GiB: " + ", ".join(f"{phase} {gb:.1f}" for phase, gb in self.memory.items()))
         self.say(f"the run's files are in {self.run_dir}: {', '.join(sorted(p.name for p in self.run_dir.iterdir())) if self.rank == 0 else ''}")
@@ -170,7 +172,7 @@ def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps:
         except OSError as error:
             raise ValueError(f"log.default_local_dir={cfg.log.default_local_dir}: no folder can be made there: {error}") from error
         settings = to_yaml(cfg)
-        (cfg.run_dir / "config.yaml").write_text(settings)
+        write_durably(cfg.run_dir / "config.yaml", settings)
         print(settings)
         print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {cfg.run_dir} is now in {aside}" if aside else f"a new run in {cfg.run_dir}", flush=True)
     return Logger(cfg.log, cfg.run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
@@ -193,11 +195,13 @@ def validation_means(metrics: dict[str, float]) -> list[str]:
     return [name for name in metrics if re.fullmatch(r"val/.+/mean@\d+", name)]
 
 
-def keep_lines_before(path: Path, step: int) -> None:
-    """Drop the records of steps that a resumed run does again, and one that a kill cut short."""
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["step"] < step]
-        path.write_text("".join(lines))
+def keep_lines_before(path: Path, step: int) -> list[dict]:
+    """Drop the records of steps that a resumed run does again, and one that a kill cut short; returns the others. A kill here loses none of them."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["step"] < step]
+    write_durably(path, "".join(lines))
+    return [json.loads(line) for line in lines]
 
 
 def to_yaml(cfg) -> str:
@@ -208,10 +212,9 @@ def to_yaml(cfg) -> str:
 
 
 def git_commit() -> str:
-    here = Path(__file__).parent
+    commands = ["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        commit, changed = (subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip() for command in commands)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + (" with local changes" if changed else "")

@@ -181,6 +181,8 @@ def check_output(output, agent: str, cfg) -> list[Trajectory]:
 def usable(groups: list[Group], cfg: RolloutConfig) -> list[Group]:
     """The groups to train on, as cfg.failed_groups says. RuntimeError with the first traceback when more than cfg.max_failed_fraction failed."""
     errors = [group.errors[0] for group in groups if group.errors]
+    if errors and cfg.failed_groups == "raise":  # one that passed its deadline; others have raised already
+        raise RuntimeError(f"a group failed, and rollout.failed_groups=raise:\n{errors[0]}")
     if len(errors) > cfg.max_failed_fraction * len(groups):
         raise RuntimeError(f"{len(errors)} of {len(groups)} groups failed, more than rollout.max_failed_fraction={cfg.max_failed_fraction}; the first:\n{errors[0]}")
     at_least = 2 if cfg.failed_groups == "survivors" else cfg.n  # a group of one has nothing to be compared with
@@ -215,8 +217,8 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
         if len(kept) >= wanted:
             break
     if not kept or (again and len(kept) < wanted):
-        found = f"{len(kept)} groups to train on, {wanted} are needed; {counts['solved']} groups were solved, {counts['failed']} failed"
-        raise ValueError(f"algorithm.max_num_gen_batches={most} batches gave {found}, {counts['lost']} lost a session: change the data, or raise it")
+        found = f"{len(kept)} groups to train on, {wanted} are needed: {counts['solved']} groups were solved, {counts['failed']} failed, {counts['lost']} lost a session"
+        raise ValueError(f"algorithm.max_num_gen_batches={most} batches gave {found}: change the data, or raise it" if again else f"a batch gave {found}: look into rollouts/*.failed.jsonl")
     took = gather([seconds])  # of every rank: the others wait for the slowest
     log.add({"timing_s/gen/max": max(took), "timing_s/gen/mean": sum(took) / len(took), "timing_s/gen/min": min(took), "timing_s/idle": engine.idle_s})
     log.add({f"rollout/groups_{kind}": counts[kind] for kind in ("informative", "solved", "failed", "lost")} | {"rollout/gen_batches": batch})

@@ -55,6 +55,7 @@ def train(cfg: Config) -> None:
             stream.load_state_dict(state["stream"])
 
     recorder = Recorder(cfg, actor, tokenizer)
+    recorder.skipped = state.get("skipped", 0)
     gc.collect()
     gc.freeze()  # what is there by now stays: collections need not look at it
     log.start_clock()
@@ -99,14 +100,15 @@ def train(cfg: Config) -> None:
         recorder.after_update(step)
         log.add(rollout_metrics(trajectories) | ({} if cfg.loss.bypass_mode else rollout_mismatch(trajectories)))
 
-        ends = told_to_stop(actor.device)
-        if is_due(step + 1, total_steps, cfg.checkpoint.save_freq) or (ends and cfg.checkpoint.save_freq):
-            with log.timer("save_checkpoint"):
-                state = {"stream": stream.state_dict(), "kl_coef": kl_coef, "wandb_id": log.wandb and log.wandb.id, "config": dataclasses.asdict(cfg)}
-                save(cfg.checkpoint, cfg.run_dir, step + 1, actor, state, tokenizer)
+        # Dump and record come before the checkpoint: a kill between them does a step again, and none is lost. The next record has the time that saving took.
         if cfg.log.rollout_dump_freq and step % cfg.log.rollout_dump_freq == 0:
             log.dump(f"{step:06d}", trajectories)
         log.end_step(step)
+        ends = told_to_stop(actor.device)
+        if is_due(step + 1, total_steps, cfg.checkpoint.save_freq) or (ends and cfg.checkpoint.save_freq):
+            with log.timer("save_checkpoint"):
+                state = {"stream": stream.state_dict(), "kl_coef": kl_coef, "wandb_id": log.wandb and log.wandb.id, "skipped": recorder.skipped, "config": dataclasses.asdict(cfg)}
+                save(cfg.checkpoint, cfg.run_dir, step + 1, actor, state, tokenizer)
         if ends:
             log.say(f"told to end (SIGTERM) after {step + 1} steps" + (": saved, the same command goes on from there" if cfg.checkpoint.save_freq else ", not saved: checkpoint.save_freq=0"))
             break

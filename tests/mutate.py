@@ -1,27 +1,36 @@
 """Do the tests notice? Seeded bugs, each a replacement in one line, and the test that must catch it: `make mutate`.
 
-The repository is copied, one bug at a time is put into the copy, and the named test must fail. Prints a table; exits 1 when a bug survives.
+The repository is copied, one bug at a time is put into the copy, and the named test must fail, or take far longer than without it: a rank
+that waits for another is caught too. Prints a table; exits 1 when a bug survives. Words after the command choose bugs: `python tests/mutate.py seed budget`.
 """
 import collections
+import contextlib
+import ctypes
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree
 from pathlib import Path
 
+import psutil
 import pytest
 import torch  # noqa: F401 - once, here: every test runs in a fork of this process, which imports none of the repository
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 150  # for one test
+STARTS_S, SLOWER = 90, 4  # seconds for a test with a bug in it: to start up in, and so many times what it takes without one
+SHARED_MEMORY = Path("/dev/shm")
 Bug = collections.namedtuple("Bug", "what file old new test")
 
 RATIO = "(torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs, 0.0)).clamp(-20, 20)"
 GAP = "d = log_ratio(old_logprobs, rollout_logprobs, mask).detach()"
 RANKS = "test_proofs.py::test_the_gradient_does_not_depend_on_the_ranks"
 CUT = "test_proofs.py::test_the_gradient_does_not_depend_on_the_cut"
+SCORES = "await asyncio.gather(*(self.scorer.score(t) for t in trajectories))"
+WAIT = "self.num_ended = getattr(self, 'num_ended', 0) + 1\n        while self.num_ended < self.num_expected:\n            await asyncio.sleep(0.01)\n        "
+TENSOR_PARALLEL = "test_train.py::test_two_ranks_that_share_a_vllm_sample_what_one_samples"
 FORWARD = "test_actor.py::test_packed_forward_equals_one_forward_a_sequence"
 
 BUGS = [
@@ -37,7 +46,7 @@ BUGS = [
     Bug("tool tokens trained on", "batch.py", "self._append(tokens, 0, ", "self._append(tokens, 1, ", "test_batch.py::test_observe_and_act_write_the_docstrings_example"),
     Bug("uid without the step", "batch.py", "repr(key)", "repr((key[0], *key[2:]))", "test_batch.py::test_prompt_uids_differ_in_every_part_and_do_not_run_together"),
     Bug("submission order lost", "batch.py", "items[first : (rank + 1) * len(items) // world_size]", "items[rank::world_size]", "test_batch.py::test_rank_shares_are_the_whole_in_order_and_even"),
-    Bug("token budget not kept", "batch.py", "if tokens + lengths[i] > max_tokens:", "if False:", "test_batch.py::test_pack_holds_its_promises_on_random_lengths"),
+    Bug("token budget not kept", "batch.py", "if held + lengths[i] <= max_tokens:", "if True:", "test_batch.py::test_pack_holds_its_promises_on_random_lengths"),
     Bug("min and max flipped", "loss.py", "torch.maximum(plain, clipped)", "torch.minimum(plain, clipped)", "test_loss.py::test_clipping_is_asymmetric_and_one_sided"),
     Bug("clip low and high swapped", "loss.py", "-advantages * ratio.clamp(1 - low, 1 + high)", "-advantages * ratio.clamp(1 - high, 1 + low)", "test_proofs.py::test_golden_policy_loss"),
     Bug("dual clip dropped", "loss.py", "torch.where(dual, -advantages * dual_clip, loss)", "loss", "test_loss.py::test_dual_clip_bounds_negative_advantages_only"),
@@ -80,13 +89,41 @@ BUGS = [
     Bug("gradient not clipped", "actor.py", "min(1.0, self.cfg.grad_clip / (norm + 1e-6))", "1.0", "test_actor.py::test_gradient_is_clipped_to_grad_clip"),
     Bug("gradient that is not finite applied", "actor.py", "        if math.isfinite(norm):", "        if True:", "test_actor.py::test_gradient_that_is_not_finite_skips_the_step_and_is_counted"),
     Bug("dropout left on", "actor.py", "self.model.eval()", "self.model.train()", "test_actor.py::test_dropout_is_off"),
-    Bug("seed shared by a prompt's sessions", "rollout.py", "index, session_id), prompts)", "index), prompts)", "test_rollout.py::test_sessions_differ_and_repeat_whatever_is_sampled_beside_them"),
-    Bug("end-of-turn token dropped", "rollout.py", "list(output.token_ids), list(output.logprobs.logprobs)", "list(output.token_ids)[:-1], list(output.logprobs.logprobs)[:-1]", "test_rollout.py::test_finish_reason_is_vllms_and_the_end_token_is_the_policys"),
-    Bug("ids past the tokenizer allowed", "rollout.py", "logits[..., num_tokens:] = -torch.inf", "pass", "test_rollout.py::test_ids_past_the_tokenizer_are_never_sampled"),
-    Bug("log-probs before the temperature", "rollout.py", '"processed_logprobs"', '"raw_logprobs"', "test_rollout.py::test_rollout_logprobs_are_the_actors_at_any_temperature"),
-    Bug("any order of sleep and wake", "rollout.py", "if self.state != expected:", "if False:", "test_sync_weights.py::test_only_the_right_order_is_possible"),
-    Bug("sync skipped", "rollout.py", "self.model.load_weights(weights)", "[list(weights), set(dict(self.model.named_parameters()))][1]", "test_sync_weights.py::test_vllm_agrees_with_the_actor_after_every_sync"),
-    Bug("bits not compared", "sync_weights.py", "if int(held) != int(ledger.bits):", "if False:", "test_sync_weights.py::test_sync_without_a_part_of_a_fused_parameter_names_it"),
+    Bug("seed shared by a prompt's sessions", "rollout.py", "session_seed(*key, session_id)", "session_seed(*key)", "test_rollout.py::test_sessions_differ_and_repeat_whatever_is_sampled_beside_them"),
+    Bug("end-of-turn token dropped", "engine.py", "list(output.token_ids), list(output.logprobs.logprobs)", "list(output.token_ids)[:-1], list(output.logprobs.logprobs)[:-1]", "test_rollout.py::test_finish_reason_is_vllms_and_the_end_token_is_the_policys"),
+    Bug("ids past the tokenizer allowed", "engine.py", "logits[..., num_tokens:] = -torch.inf", "pass", "test_rollout.py::test_ids_past_the_tokenizer_are_never_sampled"),
+    Bug("log-probs before the temperature", "engine.py", '"processed_logprobs"', '"raw_logprobs"', "test_rollout.py::test_rollout_logprobs_are_the_actors_at_any_temperature"),
+    Bug("any order of sleep and wake", "engine.py", "if self.state != expected:", "if False:", "test_sync_weights.py::test_only_the_right_order_is_possible"),
+    Bug("sync skipped", "engine.py", "self.model.load_weights(weights)", "[list(weights), set(dict(self.model.named_parameters()))][1]", "test_sync_weights.py::test_vllm_agrees_with_the_actor_after_every_sync"),
+    Bug("bits not compared", "sync_weights.py", "    if differs:\n", "    if False:\n", "test_sync_weights.py::test_sync_without_a_part_of_a_fused_parameter_names_it"),
+    Bug("any partial credit is correct", "metrics.py", "value >= 1 - 1e-9", "value > 0", "test_metrics.py::test_part_credit_is_not_correct_and_acc_decides_where_there_is_one"),
+    Bug("failed validation sessions left out", "metrics.py", "[[wrong if value != value else value for value in row] for row in prompts]", "[[value for value in row if value == value] or [wrong] for row in prompts]", "test_metrics.py::test_failed_and_unscored_sessions_are_wrong_and_counted"),
+    Bug("checkpoint's bytes not compared", "manifest.py", "if hash_of(path) != digest:", "if False:", "test_checkpoint.py::test_torn_checkpoint_is_passed_over_with_one_line_and_never_loaded"),
+    Bug("checkpoint named before it is on the disk", "manifest.py", "    for path in paths:\n        flush(path)\n", "", "test_checkpoint.py::test_all_of_it_is_on_the_disk_before_it_has_its_name"),
+    Bug("best checkpoint pruned", "checkpoint.py", "if old.name != best:", "if True:", "test_checkpoint.py::test_best_is_named_and_never_pruned"),
+    Bug("another learning rate passes for the same run", "checkpoint.py", 'if new["actor"]["lr_scheduler_type"] != "constant":', "if False:", "test_checkpoint.py::test_more_steps_are_another_run_when_the_learning_rate_goes_by_them"),
+    Bug("made rows differ by process", "procedural.py", 'os.environ | {"PYTHONHASHSEED": "0"}', "os.environ", "test_data.py::test_every_task_loads_and_is_the_same_in_every_process"),
+    Bug("validation made of training's rows", "procedural.py", "first < start + count and start < first + size", "first == start", "test_data.py::test_validation_may_not_hold_rows_of_training"),
+    Bug("group of a failed session kept", "rollout.py", '"failure" if group.errors else "finished"', '"finished"', "test_rollout.py::test_failed_session_fails_its_group_only_and_keeps_its_error"),
+    Bug("scores wait for all sessions", "rollout.py", SCORES, WAIT + SCORES, "test_rollout.py::test_finished_session_is_scored_while_others_generate"),
+    Bug("a lone survivor is a group", "rollout.py", 'at_least = 2 if cfg', 'at_least = 1 if cfg', "test_rollout.py::test_failed_groups_are_dropped_or_their_survivors_kept"),
+    Bug("cancelled session goes on in vLLM", "engine.py", "self.orders[1].append(name)", "pass", "test_rollout.py::test_cancelled_session_leaves_vllm"),
+    Bug("followers not told of aborts", "engine.py", "self.ranks.broadcast_object(orders)", "self.ranks.broadcast_object((orders[0], []))", "test_train.py::test_sessions_given_up_leave_the_vllm_that_ranks_share"),
+    Bug("followers add no requests", "engine.py", "self.ranks.broadcast_object(orders)", "self.ranks.broadcast_object(([], orders[1]))", TENSOR_PARALLEL),
+    Bug("replicated parameters counted by every rank", "sync_weights.py", "torch.where(whole, shards[0], shards.sum(0))", "shards.sum(0)", TENSOR_PARALLEL),
+    Bug("tool's text may hold special tokens", "chat.py", "if any(content[m.start() : m.start() + len(token)])", "if False", "test_agent.py::test_no_text_of_a_tool_becomes_a_special_token"),
+    Bug("budget not shared by turns", "agent.py", "data.max_response_length - len(tokens) + len(self.prompt_of(tokens))", "data.max_response_length", "test_agent.py::test_budget_is_shared_by_turns_and_observations"),
+    Bug("observation that leaves no room for an answer", "agent.py", "if len(observation) >= policy.budget_left", "if len(observation) > policy.budget_left", "test_agent.py::test_observation_that_leaves_no_token_is_not_appended"),
+    Bug("branches share a seed", "agent.py", "session_seed(self.seed, self.calls[tuple(tokens)], *tokens[len(first) :])", "session_seed(self.seed, 1)", "test_agent.py::test_first_turns_seed_is_the_sessions_and_branches_have_their_own_in_any_order"),
+    Bug("calls in the thinking are run", "tools.py", 'text[text.find("</think>") + 1 :]', "text", "test_agent.py::test_hermes_calls"),
+    Bug("tool errors crash the session", "tools.py", "            return error_text(e), False\n\n    return run", "            raise\n\n    return run", "test_agent.py::test_whatever_a_call_does_is_text"),
+    Bug("sandbox inherits the environment", "sandbox.py", "env={}", "env=None", "test_sandbox.py::test_environment_is_empty"),
+    Bug("deadline counts the wait for a worker", "workers.py", "return await call.future", "return await asyncio.wait_for(call.future, timeout_s)", "test_workers.py::test_the_deadline_counts_from_the_calls_own_start"),
+    Bug("score that failed is 0", "reward.py", "trajectory.error = math.nan, {}, None", "trajectory.error = 0.0, {}, None", "test_reward.py::test_scorer"),
+    Bug("a tool's result is taken for the answer", "rules.py", "trajectory.answer.strip() ==", "trajectory.response.strip() ==", "test_reward.py::test_a_rule_judges_the_last_turn_only"),
+    Bug("a step goes on after a skipped update", "actor.py", "break  # the rest of the step", "pass  # the rest of the step", "test_replay.py::test_steps_whose_gradient_is_not_finite[inf-1]"),
+    Bug("skipped steps add up over good ones", "replay.py", "self.skipped + 1 if bad else 0", "self.skipped + bad", "test_replay.py::test_steps_whose_gradient_is_not_finite[inf-1]"),
+    Bug("SIGTERM forgotten", "train.py", "ends = told_to_stop(actor.device)", "ends = False", "test_launch.py::test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there"),
 ]
 
 
@@ -103,25 +140,39 @@ def pytest_in(folder: Path, log: Path, tests: list[str]) -> None:
     sys.path[0] = str(folder)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)])
+    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--junitxml={log.with_suffix('.xml')}", *(f"tests/{test}" for test in tests)])
     sys.stdout.flush()
     os._exit(int(status))
 
 
-def run_tests(folder: Path, log: Path, tests: list[str], seconds: int) -> int | None:
+def run_tests(folder: Path, log: Path, tests: list[str], seconds: float) -> int | None:
     """pytest's status (0 all passed, 1 some failed), or None when it did not end in time."""
-    process = multiprocessing.get_context("fork").Process(target=pytest_in, args=(folder, log, tests))
+    process, shared = multiprocessing.get_context("fork").Process(target=pytest_in, args=(folder, log, tests)), set(SHARED_MEMORY.glob("*-cpushm_*"))
     process.start()
     process.join(seconds)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        return None
-    return process.exitcode
+    hangs = process.is_alive()
+    left = psutil.Process().children(recursive=True)  # also runs that the test has started and left
+    for p in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            p.kill()
+    process.join()
+    psutil.wait_procs(left, 10)
+    for path in set(SHARED_MEMORY.glob("*-cpushm_*")) - shared:  # of a vLLM that was killed: the next one that ranks share could not have this name
+        path.unlink()
+    return None if hangs else process.exitcode
+
+
+def durations(report: Path) -> dict[str, float]:
+    """Seconds of each test function, over its parameters, in pytest's report."""
+    seconds = collections.Counter()
+    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+        seconds[case.get("name").partition("[")[0]] += float(case.get("time"))
+    return seconds
 
 
 def main() -> None:
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"  # two mutants of one second and one size would share a .pyc
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of a test become children of this process
     only = sys.argv[1:]  # words of bugs to run, for working on this file
     bugs = [bug for bug in BUGS if not only or any(word in bug.what for word in only)]
     with tempfile.TemporaryDirectory() as name:
@@ -132,19 +183,20 @@ def main() -> None:
             count = (folder / bug.file).read_text().count(bug.old)
             assert count == 1, f"{bug.what}: {bug.old!r} occurs {count} times in {bug.file}"
         tests = sorted({bug.test for bug in bugs})
-        status = run_tests(folder, log, tests, 4 * SECONDS)
+        status = run_tests(folder, log, tests, 3600)
         assert status == 0, f"without a bug the tests do not pass:\n{log.read_text()[-3000:]}"
         print(f"{len(tests)} tests pass without a bug ({time.time() - start:.0f} s)\n\n{'bug':41} | {'file':15} | {'caught by':90} | caught", flush=True)
-        survivors = []
+        usual, survivors = durations(log.with_suffix(".xml")), []
         for bug in bugs:
             path = folder / bug.file
             text = path.read_text()
             path.write_text(text.replace(bug.old, bug.new))
             log.write_text("")
-            caught = run_tests(folder, log, [bug.test], SECONDS) == 1
+            status = run_tests(folder, log, [bug.test], STARTS_S + SLOWER * usual[bug.test.partition("::")[2].partition("[")[0]])
+            caught = status in (1, None)
             path.write_text(text)
             survivors += [] if caught else [bug.what]
-            print(f"{bug.what:41} | {bug.file:15} | {bug.test:90} | {'yes' if caught else 'NO'}", flush=True)
+            print(f"{bug.what:41} | {bug.file:15} | {bug.test:90} | {'it hangs' if status is None else 'yes' if caught else 'NO'}", flush=True)
             if not caught:
                 print(log.read_text()[-1000:], file=sys.stderr)
         print(f"\n{len(bugs) - len(survivors)} of {len(bugs)} bugs caught in {time.time() - start:.0f} s")

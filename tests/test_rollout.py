@@ -325,6 +325,11 @@ def test_failed_groups_are_dropped_or_their_survivors_kept(cfg):
     assert kept("survivors") == [(0, 4), (1, 3), (2, 4), (4, 4)]  # one that is left alone has nothing to be compared with
 
 
+def test_raise_stops_for_a_group_that_passed_its_deadline_too(cfg):
+    with pytest.raises(RuntimeError, match="(?s)rollout.failed_groups=raise:.traceback 1.0"):
+        usable(make_groups([0, 1, 0, 0, 0]), dataclasses.replace(cfg.rollout, failed_groups="raise"))
+
+
 def test_too_many_failed_groups_stop_the_run_with_the_first_traceback(cfg):
     with pytest.raises(RuntimeError, match=r"(?s)3 of 5 groups failed, more than rollout.max_failed_fraction=0.5; the first:\ntraceback 1.0"):
         usable(make_groups([0, 1, 1, 2, 0]), cfg.rollout)

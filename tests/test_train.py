@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -101,6 +102,12 @@ async def fails_sometimes(task, policy, cfg):
     return await single_turn_agent(task, policy, cfg)
 
 
+async def never_ends(task, policy, cfg):
+    while task.messages[0]["content"].startswith(("14", "23", "15", "30")):
+        await policy.generate(policy.encode(task.messages))
+    return await single_turn_agent(task, policy, cfg)
+
+
 async def waits(task, policy, cfg):
     t = Trajectory(task)
     t.observe(policy.encode(task.messages))
@@ -137,6 +144,28 @@ def test_failed_sessions_that_are_not_to_pass_stop_every_rank(tiny, tmp_path, ag
     assert done.returncode != 0 and "LookupError: nothing is known of" in done.stderr
 
 
+HANGS = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open({path!r}, "a") as file:
+        file.write(f"{{time.time()}}\\n")
+    while True:
+        pass
+"""
+
+
+def test_reward_that_hangs_stops_every_rank_soon(tiny, tmp_path):
+    """Each score is given up after a second; the run, once a tenth of the step's 32 are lost, and not after all of them."""
+    (tmp_path / "hangs.py").write_text(HANGS.format(path=str(tmp_path / "calls")))
+    args = flags(tiny, "--log.default-local-dir", str(tmp_path), "--reward.timeout-s", "1", "--trainer.no-val-before-train", "--reward.num-workers", "2")
+    args[args.index("--reward.custom-path") + 1] = str(tmp_path / "hangs.py")
+    done, ended = launch(args, 2), time.time()
+    assert done.returncode != 0 and "more than reward.max_failed_fraction=0.1" in done.stderr and "took more than reward.timeout_s=1" in done.stderr
+    calls = [float(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert len(calls) < 16 and ended - max(calls) < 10
+
+
 def test_two_ranks_that_share_a_vllm_sample_what_one_samples(tiny, tmp_path, agents):
     """Tensor parallel: identical requests in identical order on both ranks, also when sessions come back at times that no two runs share."""
     one, _ = run(tiny, tmp_path / "one", *agents("waits"), "--checkpoint.save-freq", "0")
@@ -146,6 +175,14 @@ def test_two_ranks_that_share_a_vllm_sample_what_one_samples(tiny, tmp_path, age
     for ours, theirs in zip(two[:2], one):
         assert ours["sync/probe_diff_max"] < 1e-4
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"]) and ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=2e-3)
+
+
+def test_sessions_given_up_leave_the_vllm_that_ranks_share(tiny, tmp_path, agents):
+    """A session that passes its deadline while it generates: the other rank has to drop its request too."""
+    steps = ("--trainer.no-val-before-train", "--trainer.total-training-steps", "3", "--checkpoint.save-freq", "0")
+    metrics, _ = run(tiny, tmp_path, *agents("never_ends"), *steps, "--rollout.session-timeout-s", "0.5", "--rollout.tensor-model-parallel-size", "2", processes=2)
+    assert sum(record.get("rollout/groups_lost", 0) for record in metrics) >= 2
+    assert all(record["sync/probe_diff_max"] < 1e-4 for record in metrics)
 
 
 def test_resumed_run_is_the_one_that_never_stopped(one, tiny, tmp_path):
@@ -217,7 +254,7 @@ def test_recipe_runs(tiny, tmp_path, recipe):
 def test_dynamic_sampling_gives_up_with_counts(tiny, tmp_path):
     """A random model never adds: every group's scores are equal, and two batches of eight is all that may be tried."""
     line = fails(tiny, tmp_path, "--reward.custom-path", "None", "--algorithm.filter-groups", "--algorithm.max-num-gen-batches", "2", "--trainer.no-val-before-train")
-    assert "algorithm.max_num_gen_batches=2" in line and "0 groups with different scores, 8 are needed; 0 groups were solved, 16 failed" in line
+    assert "algorithm.max_num_gen_batches=2" in line and "0 groups to train on, 8 are needed: 0 groups were solved, 16 failed" in line
 
 
 def test_remax_compares_with_a_greedy_session(tiny, tmp_path):

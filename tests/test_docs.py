@@ -1,0 +1,243 @@
+"""What the documents say is there: their commands parse, their examples run, their files, links, knobs and error messages exist."""
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import ROOT
+
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.name: path.read_text() for path in DOCS}
+CODE = "".join(path.read_text() for path in ROOT.glob("*.py"))
+CLIS = {"quickstart.py": [], "bench.py": [], "replay.py": [], "checkpoint.py": ["export"], "tests/gpu_ranks.py": []}
+A_USERS = {"my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
+A_RUNS = {"metrics.jsonl", "config.yaml", "generation_config.json"}
+
+
+def fences(text: str) -> list[tuple[str, str]]:
+    """(language, body) of every fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def prose(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def ticks(text: str) -> list[str]:
+    """What stands between backticks, but for verl's names: the first column of the table that translates them."""
+    before, _, table = prose(text).partition("| verl | Lockstep |\n")
+    return re.findall(r"`([^`\n]+)`", before + re.sub(r"^\|[^|]*\|", "|", table, flags=re.MULTILINE))
+
+
+def commands(text: str) -> list[str]:
+    lines = [line for language, body in fences(text) if language in ("", "bash") for line in body.replace("\\\n", " ").splitlines()]
+    lines = [line.partition(" #")[0].strip() for line in lines] + ticks(text)
+    return [re.sub(r"\bN\b", "2", " ".join(line.split())) for line in lines if re.match(r"(python|make|accelerate launch) \S", line)]
+
+
+COMMANDS = sorted({command for text in TEXTS.values() for command in commands(text)})
+
+
+@pytest.fixture
+def examples(tmp_path, monkeypatch):
+    """In a folder with the documents' own examples, as files, and the configs."""
+    import tools
+
+    for text in TEXTS.values():
+        for language, body in fences(text):
+            if named := re.match(r"# (\w+\.py)\n", body) if language == "python" else None:
+                (tmp_path / named[1]).write_text(body)
+    (tmp_path / "my.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    for variable, value in {"MACHINE": "0", "HEAD": "127.0.0.1"}.items():
+        monkeypatch.setenv(variable, value)
+    kept = dict(tools.TOOLS), dict(tools.FORMATS)
+    tools.load_custom.cache_clear()
+    yield tmp_path
+    for known, before in zip((tools.TOOLS, tools.FORMATS), kept):
+        known.clear()
+        known.update(before)
+    tools.load_custom.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What every CLI's --help prints, but for train.py's, whose flags are the knobs; all at once, since most of their time is imports."""
+    started = {name: subprocess.Popen([sys.executable, name, *verb, "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for name, verb in CLIS.items()}
+    ended = {name: (*process.communicate(timeout=100), process.returncode) for name, process in started.items()}
+    assert all(status == 0 for _, _, status in ended.values()), ended
+    return {name: out for name, (out, _, _) in ended.items()}
+
+
+def test_there_are_commands():
+    assert sum("train.py" in command for command in COMMANDS) >= 5 and any("bench.py" in command for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"\b(train|bench)\.py --config", c)])
+def test_command_that_trains_is_accepted(examples, monkeypatch, command):
+    import bench
+    from accelerate.commands.launch import launch_command_parser
+    from config import load_config
+
+    words = shlex.split(os.path.expandvars(command))
+    if words[0] == "accelerate":
+        launched = launch_command_parser().parse_args(words[2:])
+        monkeypatch.setenv("WORLD_SIZE", str(launched.num_processes or 1))
+        script, argv = launched.training_script, launched.training_script_args
+    else:
+        script, argv = words[1], words[2:]
+    if script == "bench.py":
+        argv = bench.parse(argv)[1]
+    cfg = load_config(argv)
+    assert script in ("train.py", "bench.py") and cfg.actor.path
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python")])
+def test_options_of_a_command_are_in_its_help(helps, command):
+    script, *words = shlex.split(command)[1:]
+    assert (ROOT / script).is_file()
+    for word in words if script in helps else []:
+        option = re.match(r"--[\w-]+", word)
+        if option and not re.match(r"--\w+\.", word):  # those are knobs
+            assert option[0] in helps[script] or (script == "bench.py" and option[0] == "--config"), word
+        elif script.startswith("tests/") and word.isalpha():
+            assert word in helps[script], word
+
+
+@pytest.mark.parametrize("target", sorted({c.split()[1] for c in COMMANDS if c.startswith("make ")} | {"quickstart", "tool-agent"}))
+def test_target_of_make(target):
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for script in re.findall(r"[\w/]+\.py\b", done.stdout):
+        assert (ROOT / script).is_file(), script
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_and_files_exist(name):
+    folder = ROOT if name == "README.md" else ROOT / "docs"
+    for link in re.findall(r"\]\(([^)#]+)", TEXTS[name]):
+        assert link.startswith("https://") or (folder / link).exists(), link
+    for said in ticks(TEXTS[name]):
+        for path in re.findall(r"(?<![\w./:*-])[\w./-]+\.(?:py|md|yaml|jsonl|json|txt)\b(?![\w.])", said):
+            assert path in A_USERS | A_RUNS or (ROOT / path).exists() or (ROOT / "tests" / path).exists(), path
+
+
+def knobs() -> dict[str, type]:
+    from config import Config
+
+    return {f"{group.name}.{knob.name}": knob.type for group in dataclasses.fields(Config) for knob in dataclasses.fields(group.type)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_knobs_exist(name):
+    known = knobs()
+    groups = "|".join(sorted({knob.partition(".")[0] for knob in known}))
+    for said in ticks(TEXTS[name]) + [body for language, body in fences(TEXTS[name]) if language != "python"]:
+        for flag, group, knob in re.findall(rf"(?<![\w./-])(--)?({groups})\.([a-z][\w-]*)(?![\w*]|\.\w)", said):
+            if knob not in ("py", "jsonl", "yaml", "json"):
+                knob = knob.replace("-", "_") if flag else knob
+                switched_off = knob.removeprefix("no_") if flag else knob
+                assert f"{group}.{knob}" in known or known.get(f"{group}.{switched_off}") is bool, f"{flag}{group}.{knob}"
+
+
+def test_file_table_is_complete():
+    table = TEXTS["README.md"].partition("| file | what it does |")[2].partition("\n\n")[0]
+    rows = "".join(line.split("|")[1] for line in table.splitlines() if line)
+    assert sorted(re.findall(r"`(\w+\.py)`", rows)) == sorted(path.name for path in ROOT.glob("*.py"))
+
+
+def test_numbers_that_can_be_counted():
+    import mutate
+    from reasoning_gym.factory import DATASETS
+    from test_reward import ROWS
+
+    longest, shapes, families, bugs = (int(re.search(pattern, TEXTS["README.md"])[1]) for pattern in (r"none longer than (\d+) lines", r"table of (\d+) real answer", r"the (\d+) task\sfamilies", r"puts (\d+) bugs"))
+    assert max(len(path.read_text().splitlines()) for path in ROOT.glob("*.py")) <= longest
+    assert (shapes, families, bugs) == (len(ROWS), len(set(DATASETS) - {"composite"}), len(mutate.BUGS))
+
+
+def test_curves_end_where_the_readme_says():
+    import json
+
+    curve = [json.loads(line) for line in (ROOT / "docs" / "runs" / "tool_agent_cpu.jsonl").read_text().splitlines()]
+    said = re.search(r"from (0\.\d+) of the unseen products right \(sampled\) to (0\.\d+), calls from (0\.\d+) a session to (1\.0)", TEXTS["README.md"])
+    assert [f"{curve[0]['val/exact/mean@1']:.3f}", f"{curve[-1]['val/exact/mean@1']:.3f}"] == [said[1], said[2]]
+    assert [f"{curve[0]['agent/tool_calls/mean']:.2f}", f"{curve[-2]['agent/tool_calls/mean']:.1f}"] == [said[3], said[4]]
+
+
+def test_messages_to_look_up_are_those_of_the_code():
+    """`...` stands for what differs; the rest has to stand in a file's text as it is."""
+    messages = [row.split("`")[1] for row in TEXTS["troubleshooting.md"].splitlines() if row.startswith("| `") and " " in row.split("`")[1]]
+    assert len(messages) > 20
+    plain = re.sub(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", "\0", CODE)
+    for message in messages:
+        for part in re.split(r"\s*\.\.\.\s*", message):
+            assert part in plain, f"{part!r} of {message!r}"
+
+
+# The examples
+
+
+def test_things_to_change_can_be_changed():
+    """Each function of "Change one thing", put into its file's dict as the comment above it says."""
+    import importlib
+
+    from fakes import make_trajectory
+
+    [body] = [body for language, body in fences(TEXTS["README.md"]) if language == "python"]
+    parts = re.split(r"^# (\w+)\.py +(\w+)\[\"(\w+)\"\].*\n", body, flags=re.MULTILINE)[1:]
+    made = {}
+    for file, table, name, code in zip(*(parts[i::4] for i in range(4))):
+        module = importlib.import_module(file)
+        assert isinstance(getattr(module, table), dict)
+        scope = dict(vars(module))
+        exec(code, scope)
+        made[name] = scope[name]
+    assert list(made) == ["brevity", "centred", "reinforce", "letters", "twice"]
+
+    from batch import Task
+    from reward import score_and_parts
+    from test_agent import CHATML, ScriptedEngine
+    from tools import function_schema
+
+    t = make_trajectory()
+    t.answer, t.response, task = "so 12", "12", Task("?", "exact", "12")
+    assert score_and_parts(made["brevity"](task, t)) == (1.0, {"length": float(t.response_length)})
+    scores, mask = torch.zeros(1, 2, 3, dtype=torch.float64), torch.ones(1, 2, 3, dtype=torch.bool)
+    scores[0, 0, 2] = 1.0
+    assert made["centred"](scores, mask, None)[0, :, 0].tolist() == [0.5, -0.5]
+    loss, metrics = made["reinforce"](torch.tensor([-1.0, -2.0]), None, torch.tensor([1.0, 3.0]), None, None, None)
+    assert loss.tolist() == [1.0, 6.0] and metrics == {}
+    assert function_schema(made["letters"])["function"]["parameters"]["properties"] == {"word": {"type": "string", "description": "the word"}}
+    engine = ScriptedEngine(CHATML, ["a" * 200, "b"], max_response_length=256)
+    assert engine.play(made["twice"]).num_turns == 2 and [asked.max_tokens for asked in engine.asked] == [128, 128]
+
+
+def test_agents_of_ones_own(examples):
+    from agent import AgentConfig, check_agents
+    from test_agent import CHATML, SEPARATED, ScriptedEngine
+    from tools import FORMATS, Call, load_custom
+
+    cfg = AgentConfig(custom_path="mine.py:hinted", tools=("letters",), tool_workers=1)
+    check_agents([], cfg)
+    engine = ScriptedEngine(SEPARATED, ["twelve", "12"], cfg)
+    t = engine.play(load_custom(cfg.custom_path))
+    text = engine.tokenizer.decode(t.tokens[t.prompt_length :])
+    assert t.metrics == {"second_turns": 1.0} and t.num_turns == 2 and "<|im_start|>user\n\n6<|im_end|>" in text, text
+    cut = ScriptedEngine(SEPARATED, ["twelve", "12"], cfg, max_response_length=20).play(load_custom(cfg.custom_path))
+    assert cut.num_turns == 1 and cut.response_mask[-1] == 1
+
+    drafts = ScriptedEngine(CHATML, ["a", "b"]).play(load_custom("branches.py:two_drafts"))
+    assert len(drafts) == 2 and drafts[0].tokens != drafts[1].tokens
+
+    cfg = AgentConfig(custom_path="bracket.py:tool_agent", format="bracket")
+    check_agents([], cfg)
+    assert FORMATS["bracket"].parse('so [[{"name": "calculator", "arguments": {"expression": "1+1"}}]]') == [Call("calculator", {"expression": "1+1"})]
+    t = ScriptedEngine(CHATML, ['[[{"name": "calculate", "arguments": {}}]]', "2"], cfg).play(load_custom(cfg.custom_path))
+    assert t.num_turns == 2 and t.metrics == {"tool_calls": 1.0, "tool_errors": 1.0}  # there is no such tool: no worker has to start
