@@ -29,12 +29,15 @@ def write_weights(folder: Path, model, weights: dict) -> None:
 
 
 def export(folder: Path, actor, tokenizer, dtype) -> None:
-    """Write the weights in dtype, with configuration and tokenizer, as a folder that from_pretrained and vLLM load. A collective."""
+    """Write the weights in dtype, with configuration and tokenizer, as a folder that from_pretrained and vLLM load, whole or not at all. A collective."""
     weights = actor.accelerator.get_state_dict(actor.model)
     if dist.get_rank() == 0:
-        model = actor.accelerator.unwrap_model(actor.model)
-        write_weights(folder, model, {name: tensor.to(dtype) for name, tensor in weights.items()})
-        write_settings(folder, model, tokenizer, str(dtype).removeprefix("torch."))
+        model, temporary = actor.accelerator.unwrap_model(actor.model), folder.with_name(f".{folder.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_weights(temporary, model, {name: tensor.to(dtype) for name, tensor in weights.items()})
+        write_settings(temporary, model, tokenizer, str(dtype).removeprefix("torch."))
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
     actor.accelerator.wait_for_everyone()
 
 

@@ -178,13 +178,17 @@ def check_output(output, agent: str, cfg) -> list[Trajectory]:
     return trajectories
 
 
-def usable(groups: list[Group], cfg: RolloutConfig) -> list[Group]:
-    """The groups to train on, as cfg.failed_groups says. RuntimeError with the first traceback when more than cfg.max_failed_fraction failed."""
+def check_groups(groups: list[Group], cfg: RolloutConfig) -> None:
+    """RuntimeError with the first traceback when more than cfg.max_failed_fraction of a step's groups failed, or one that is to stop the run."""
     errors = [group.errors[0] for group in groups if group.errors]
     if errors and cfg.failed_groups == "raise":  # one that passed its deadline; others have raised already
         raise RuntimeError(f"a group failed, and rollout.failed_groups=raise:\n{errors[0]}")
     if len(errors) > cfg.max_failed_fraction * len(groups):
         raise RuntimeError(f"{len(errors)} of {len(groups)} groups failed, more than rollout.max_failed_fraction={cfg.max_failed_fraction}; the first:\n{errors[0]}")
+
+
+def usable(groups: list[Group], cfg: RolloutConfig) -> list[Group]:
+    """The groups to train on, as cfg.failed_groups says."""
     at_least = 2 if cfg.failed_groups == "survivors" else cfg.n  # a group of one has nothing to be compared with
     return [group for group in groups if group.status == "finished" or len({t.session_id for t in group.trajectories}) >= at_least]
 
@@ -195,7 +199,7 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
     Dynamic sampling (filter_groups) replaces groups whose scores are all equal, and rollout.failed_groups=refill those that failed,
     by fresh prompts, for a bounded number of batches.
     """
-    kept, counts, place, seconds = [], Counter(), 0, 0.0
+    kept, seen, counts, place, seconds = [], [], Counter(), 0, 0.0
     again = cfg.algorithm.filter_groups or cfg.rollout.failed_groups == "refill"
     wanted, most = cfg.data.train_batch_size, cfg.algorithm.max_num_gen_batches if again else 1
     for batch in range(1, most + 1):
@@ -210,6 +214,8 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
             groups, place = gather(groups), place + len(tasks)
         log.failures(f"{step:06d}", groups)
         log.add(check_failures([t for g in groups for t in g.trajectories], cfg.reward))
+        seen += groups
+        check_groups(seen, cfg.rollout)  # of the step: a refill of one prompt may fail
         alive = [g.trajectories for g in usable(groups, cfg.rollout)]
         kinds = [group_kind(group) for group in alive]
         counts += Counter(kinds) + Counter(lost=len(groups) - len(alive))

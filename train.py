@@ -24,7 +24,7 @@ from loss import reject_mismatched, rollout_mismatch
 from metrics import rollout_metrics, validation_metrics
 from replay import Recorder
 from reward import Scorer, check_failures
-from rollout import Rollout, sample, usable
+from rollout import Rollout, check_groups, sample
 from sync_weights import sync_weights
 from tools import Toolbox
 
@@ -140,7 +140,7 @@ def validation_is_due(cfg: Config, step: int, total_steps: int) -> bool:
 def validate(cfg: Config, engine: Engine, scorer: Scorer, tasks: list, step: int, log: Logger) -> dict[str, float]:
     """Sample and score the validation tasks with validation's own sampling; dump them; return val/ metrics. A failed session counts as wrong."""
     groups = gather(Rollout(engine, scorer, step, cfg.val).run(tasks))
-    usable(groups, cfg.rollout)
+    check_groups(groups, cfg.rollout)
     trajectories = [t for group in groups for t in group.trajectories]
     log.failures(f"val-{step:06d}", groups)
     log.dump(f"val-{step:06d}", trajectories)

@@ -26,8 +26,9 @@ import psutil
 ROOT, TESTS = Path(__file__).parent.parent, Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(ROOT)]
 
-from conftest import flags, launch_command, launch_environment, write_model  # noqa: E402
-from manifest import newest  # noqa: E402
+from conftest import flags, launch_command, launch_environment, write_model
+
+from manifest import newest
 
 STEPS = 8
 FLAGS = (

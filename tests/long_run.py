@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import psutil
-
 from kill_resume import AGENT, flags, launch_command, launch_environment, make_tiny
 
 COLUMNS = ("RSS MiB", "PSS MiB", "open files", "threads", "processes", "zombies")

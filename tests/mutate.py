@@ -108,6 +108,7 @@ BUGS = [
     Bug("scores wait for all sessions", "rollout.py", SCORES, WAIT + SCORES, "test_rollout.py::test_finished_session_is_scored_while_others_generate"),
     Bug("a lone survivor is a group", "rollout.py", 'at_least = 2 if cfg', 'at_least = 1 if cfg', "test_rollout.py::test_failed_groups_are_dropped_or_their_survivors_kept"),
     Bug("cancelled session goes on in vLLM", "engine.py", "self.orders[1].append(name)", "pass", "test_rollout.py::test_cancelled_session_leaves_vllm"),
+    Bug("metrics rewritten in place", "log.py", 'write_durably(path, "".join(lines))', 'path.write_text("".join(lines))', "test_resume.py::test_kill_while_metrics_are_rewritten_loses_none"),
     Bug("followers not told of aborts", "engine.py", "self.ranks.broadcast_object(orders)", "self.ranks.broadcast_object((orders[0], []))", "test_train.py::test_sessions_given_up_leave_the_vllm_that_ranks_share"),
     Bug("followers add no requests", "engine.py", "self.ranks.broadcast_object(orders)", "self.ranks.broadcast_object(([], orders[1]))", TENSOR_PARALLEL),
     Bug("replicated parameters counted by every rank", "sync_weights.py", "torch.where(whole, shards[0], shards.sum(0))", "shards.sum(0)", TENSOR_PARALLEL),

@@ -3,6 +3,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ import agent as agents
 from agent import session_seed, single_turn_agent, stop_token_ids
 from batch import Task, Trajectory
 from fakes import make_trajectory
-from rollout import Group, Rollout, ValConfig, usable
+from rollout import Group, Rollout, ValConfig, check_groups, sample, usable
 from sync_weights import sync_weights
 
 TASKS = [Task([{"role": "user", "content": f"{n}+7="}], "exact", "", index=n) for n in range(10, 16)]
@@ -327,12 +328,36 @@ def test_failed_groups_are_dropped_or_their_survivors_kept(cfg):
 
 def test_raise_stops_for_a_group_that_passed_its_deadline_too(cfg):
     with pytest.raises(RuntimeError, match="(?s)rollout.failed_groups=raise:.traceback 1.0"):
-        usable(make_groups([0, 1, 0, 0, 0]), dataclasses.replace(cfg.rollout, failed_groups="raise"))
+        check_groups(make_groups([0, 1, 0, 0, 0]), dataclasses.replace(cfg.rollout, failed_groups="raise"))
+
+
+def test_refill_of_one_prompt_may_fail(cfg, awake, monkeypatch):
+    """The share that failed is of the step's groups, not of each batch that fills it up."""
+    tries = Counter()
+
+    async def fails_twice(task, policy, cfg):
+        tries[task.index] += 1
+        if task.index == 12 and tries[12] <= 8:  # the group's four sessions, twice
+            raise LookupError("not yet")
+        return await single_turn_agent(task, policy, cfg)
+
+    class Stream:
+        def next_batch(self, size):
+            return [TASKS[2]] if size == 1 else TASKS
+
+    use_agent(monkeypatch, fails_twice)
+    log = SimpleNamespace(timer=lambda phase: contextlib.nullcontext(), add=lambda metrics: logged.update(metrics), failures=lambda name, groups: None)
+    logged: dict = {}
+    with knobs(awake, failed_groups="refill"):
+        whole, awake.cfg = awake.cfg, dataclasses.replace(awake.cfg, data=dataclasses.replace(awake.cfg.data, train_batch_size=6))
+        trajectories = sample(awake.cfg, awake, Unscored(), Stream(), 0, log)
+        awake.cfg = whole
+    assert len(trajectories) == 24 and logged["rollout/gen_batches"] == 3 and logged["rollout/groups_lost"] == 2
 
 
 def test_too_many_failed_groups_stop_the_run_with_the_first_traceback(cfg):
     with pytest.raises(RuntimeError, match=r"(?s)3 of 5 groups failed, more than rollout.max_failed_fraction=0.5; the first:\ntraceback 1.0"):
-        usable(make_groups([0, 1, 1, 2, 0]), cfg.rollout)
+        check_groups(make_groups([0, 1, 1, 2, 0]), cfg.rollout)
 
 
 def test_agent_may_return_several_outputs_and_branch(cfg, awake, monkeypatch):
