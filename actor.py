@@ -69,8 +69,10 @@ class ActorConfig:
             if getattr(self, knob) < 1:
                 raise ValueError(f"actor.{knob}={getattr(self, knob)} must be at least 1")
         for knob in ("lr", "grad_clip", "weight_decay", "lr_warmup_steps"):
-            if getattr(self, knob) < 0:
-                raise ValueError(f"actor.{knob}={getattr(self, knob)} must not be negative")
+            if not 0 <= getattr(self, knob) < math.inf:
+                raise ValueError(f"actor.{knob}={getattr(self, knob)} must be a number that is not negative")
+        if not 0 <= self.min_lr_ratio <= 1 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"actor.min_lr_ratio={self.min_lr_ratio} must be in 0..1, actor.betas={self.betas} at least 0 and below 1")
         if self.fsdp_size < 1 and self.fsdp_size != -1:
             raise ValueError(f"actor.fsdp_size={self.fsdp_size} must be at least 1, or -1 for all processes")
 

@@ -97,7 +97,7 @@ class Policy:
             except ValueError as e:
                 raise PromptTooLong(str(e)) from e
         self.prompts.append(self.encoded[key])
-        return self.encoded[key]
+        return list(self.encoded[key])  # the agent's own: other sessions share the original
 
     def encode_reply(self, messages: list[dict]) -> list[int]:
         """What the chat template writes between the end token that the policy has sampled and its next turn: separators, `messages`, the opened turn."""
@@ -105,7 +105,7 @@ class Policy:
         if key not in self.encoded:
             ends = {self.tokenizer.eos_token_id, *self.engine.stop_token_ids} - {None}
             self.encoded[key] = encode_reply(messages, self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(ends)))
-        return self.encoded[key]
+        return list(self.encoded[key])
 
     def prompt_of(self, tokens: list[int]) -> list[int]:
         """The longest prompt of this session that `tokens` begin with; all of them when there is none."""

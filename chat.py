@@ -74,6 +74,6 @@ def guarded_tokens(parts: list[tuple[str, bool]], tokenizer) -> list[int]:
 
 def result_messages(texts: list[str], tokenizer, tools: list | None) -> list[dict]:
     """Results as messages: of the role tool where the template knows tools, else one of the user's."""
-    if tools and tool_place(tokenizer, repr(tokenizer.chat_template), json.dumps(tools)) != "template":
+    if not tools or tool_place(tokenizer, repr(tokenizer.chat_template), json.dumps(tools)) != "template":
         return [{"role": "user", "content": "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)}]
     return [{"role": "tool", "content": text} for text in texts]

@@ -208,7 +208,11 @@ class Engine:
         self.idle_s = 0.0
         with no_garbage_collection():
             if not self.follows:
-                return asyncio.run(self._drive(sessions))
+                loop = asyncio.new_event_loop()  # asyncio.run would wait for threads and tasks that hang
+                try:
+                    return loop.run_until_complete(self._drive(sessions))
+                finally:
+                    loop.close()
             while (orders := self.ranks.broadcast_object(None)) is not None:
                 self._turn(*orders)
             return []
@@ -217,7 +221,7 @@ class Engine:
         """Turn the engine whenever it has work; sessions go on as their replies come."""
         self.news = asyncio.Event()
         jobs = [asyncio.ensure_future(session) for session in sessions]
-        pending, failed = set(jobs), []
+        pending, failed, healthy = set(jobs), [], False
 
         def ended(job):
             pending.discard(job)
@@ -239,18 +243,18 @@ class Engine:
                         await asyncio.wait_for(self.news.wait(), 60)
                     self.idle_s += time.perf_counter() - start
                     self._lead()  # so that a follower's wait never reaches its group's time-out
+            healthy = True
             if failed:
                 raise failed[0]
             return [job.result() for job in jobs]
         finally:
-            for job in pending:
-                job.cancel()
-            if pending:
-                await asyncio.wait(set(pending), timeout=5)  # a session that holds on is left behind
+            if left := [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and (task.cancel() or True)]:
+                await asyncio.wait(left, timeout=5)  # one that holds on is left behind
             self.orders[1].extend(self.waiting)
             self.waiting.clear()
-            self._lead()
-            self.ranks.broadcast_object(None)
+            if healthy:  # vLLM itself did not fail
+                self._lead()
+                self.ranks.broadcast_object(None)
 
     def _lead(self) -> None:
         """Tell the ranks of this engine what to do, and do it."""

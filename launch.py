@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 PR_SET_PDEATHSIG = 1
+COLLECTIVE_TIMEOUT = timedelta(hours=2)  # a rank that has sampled waits for the slowest, whose sessions may take rollout.group_timeout_s
 sigterm = threading.Event()
 
 
@@ -26,7 +28,12 @@ def run(main) -> None:
         relaunch_ranks()
         watch_for_sigterm()
         main()
-    except Exception as error:
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
+    except SystemExit:  # tyro's, of --help and of a flag that is wrong
+        raise
+    except BaseException as error:
         here, where = Path(__file__).parent, Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         users = isinstance(error, (ValueError, FileNotFoundError)) and where.parent == here  # raised by Lockstep's own code
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -38,6 +45,8 @@ def run(main) -> None:
             get_error_handler().record_exception(error)  # torchrun shows it once more, last
         print(f"error: {error}" if users else traceback.format_exc(), file=sys.stderr, flush=True)
         os._exit(2 if users else 1)
+    sys.stdout.flush()
+    os._exit(0)  # a thread that an agent left behind would hold the process, and the GPU
 
 
 def end_with_launcher() -> None:
@@ -107,7 +116,7 @@ def make_accelerator(cfg):
     from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, InitProcessGroupKwargs
     from torch.distributed.device_mesh import init_device_mesh
 
     if "RANK" not in os.environ:
@@ -119,10 +128,10 @@ def make_accelerator(cfg):
     if world_size % shards:
         raise ValueError(f"actor.fsdp_size={shards} does not divide the {world_size} processes into copies of the same size: choose a divisor, or -1 for one copy")
     plugin = make_plugin(cfg, reshard_after_forward=cfg.reshard_after_forward, activation_checkpointing=cfg.enable_gradient_checkpointing)
-    accelerator = Accelerator(cpu=cpu, fsdp_plugin=plugin, mixed_precision="bf16" if cfg.dtype == "bfloat16" else "no")
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)], cpu=cpu, fsdp_plugin=plugin, mixed_precision="bf16" if cfg.dtype == "bfloat16" else "no")
     if cpu:
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
         # Every AcceleratorState() copies PartialState again, so both have to say it.
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.distributed_type = DistributedType.FSDP

@@ -3,7 +3,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import resource
 import subprocess
@@ -18,7 +17,7 @@ import torch.distributed as dist
 import yaml
 
 from batch import Trajectory
-from manifest import write_durably
+from manifest import move_aside, write_durably
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,10 @@ class LogConfig:
     """Steps whose first mini-batch is written to replays/STEP with the weights that it met, for `python replay.py`. Skipped ones are, too."""
     max_skipped_steps: int = 3
     """Stop after so many steps in a row that were skipped because a gradient was not finite."""
+
+    def __post_init__(self):
+        if self.max_skipped_steps < 1 or self.rollout_dump_freq < 0 or min(self.replay_steps, default=0) < 0:
+            raise ValueError(f"log.max_skipped_steps={self.max_skipped_steps} must be at least 1, log.rollout_dump_freq={self.rollout_dump_freq} and log.replay_steps={self.replay_steps} not negative")
 
 
 class Logger:
@@ -227,14 +230,3 @@ def dump_record(t: Trajectory) -> dict:
         "score": t.score, "score_parts": t.score_parts, "advantage": advantage, "finish_reason": t.finish_reason,
         "prompt_length": t.prompt_length, "response_length": t.response_length, "num_turns": t.num_turns, "weight_version": t.weight_version, "error": t.error,
     }  # fmt: skip
-
-
-def move_aside(run_dir: Path) -> Path | None:
-    """Rename an earlier run's folder, so that a fresh start neither mixes with it nor loses it. Returns its new name."""
-    if not (run_dir / "metrics.jsonl").exists():
-        return None
-    number = 1
-    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-        number += 1
-    os.rename(run_dir, aside)
-    return aside

@@ -1,4 +1,4 @@
-"""Folders that are complete or not there at all: what a checkpoint's manifest says, and how its files get onto the disk."""
+"""Folders that are complete or not there at all: what a checkpoint's manifest says, and how its files get onto the disk. And an earlier run's folder, which makes room."""
 import hashlib
 import json
 import os
@@ -31,10 +31,10 @@ def newest(folder: Path) -> Path | None:
 def damage(folder: Path) -> str | None:
     """Why a checkpoint is not complete; None when its files are those of its manifest."""
     try:
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-    except (OSError, ValueError) as error:
+        files = json.loads((folder / "manifest.json").read_text())["files"].items()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"its manifest can't be read ({type(error).__name__})"
-    for name, (size, digest) in files.items():
+    for name, (size, digest) in files:
         path = folder / name
         if not path.is_file():
             return f"{name} is gone"
@@ -74,3 +74,14 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def move_aside(run_dir: Path) -> Path | None:
+    """Rename an earlier run's folder, so that a fresh start neither mixes with it nor loses it. Returns its new name."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return None
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        number += 1
+    os.rename(run_dir, aside)
+    return aside

@@ -104,7 +104,8 @@ class Rollout:
     step: int
     sampling: RolloutConfig | ValConfig
     num_unscored: int = 0
-    num_expected: int = 0  # trajectories on all ranks, of agents that return one
+    num_expected: int = 0  # trajectories on all ranks
+    idle_s: float = 0.0  # that the engine had nothing to do but wait for tools and rewards
 
     def run(self, tasks: list[Task], place: int = 0) -> list[Group]:
         """sampling.n scored sessions of each task of this engine's share, together; groups in submission order.
@@ -115,6 +116,7 @@ class Rollout:
         groups = [Group(task, index) for index, task in enumerate(share, place + first)]
         self.num_expected += self.sampling.n * len(tasks)
         self.engine.drive([self.run_group(group) for group in groups])
+        self.idle_s += self.engine.idle_s
         return [] if self.engine.follows else groups
 
     async def run_group(self, group: Group) -> None:
@@ -144,35 +146,43 @@ class Rollout:
         agent = find_agent(task, cfg.agent)
         try:
             async with asyncio.timeout(cfg.rollout.session_timeout_s) as deadline:
-                trajectories = check_output(await agent(task, policy, cfg.agent), agent.__name__, cfg.data)
+                trajectories = check_output(await agent(task, policy, cfg.agent), agent.__name__, cfg.data, self.engine.num_tokens)
         except PromptTooLong:
             raise
-        except (Exception, SystemExit) as error:
-            if cfg.rollout.failed_groups == "raise":
-                raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # the rollout gives this session up; else it is the agent's own doing
             late = isinstance(error, TimeoutError) and deadline.expired()
-            return f"session {session_id} had not ended after rollout.session_timeout_s={cfg.rollout.session_timeout_s}\n" if late else traceback.format_exc()
+            why = f"session {session_id} had not ended after rollout.session_timeout_s={cfg.rollout.session_timeout_s}\n" if late else traceback.format_exc()
+            if cfg.rollout.failed_groups == "raise":
+                raise RuntimeError(f"a session failed, and rollout.failed_groups=raise:\n{why}") from None
+            return why
         for index, t in enumerate(trajectories):
             t.uid, t.session_id, t.index, t.weight_version = prompt_uid(*key), session_id, index, self.engine.weight_version
             t.response = self.engine.tokenizer.decode(t.tokens[t.prompt_length :], skip_special_tokens=True)
             t.answer = t.response if t.num_turns == 1 else self.engine.tokenizer.decode(t.last_turn, skip_special_tokens=True)
         await asyncio.gather(*(self.scorer.score(t) for t in trajectories))
         errors = [t.error for t in trajectories if t.error]
-        self.num_unscored += len(errors)
+        self.num_unscored, self.num_expected = self.num_unscored + len(errors), self.num_expected + len(trajectories) - 1
         if too_many_failed(self.num_unscored, self.num_expected, cfg.reward):
             raise RuntimeError(f"{self.num_unscored} of {self.num_expected} trajectories could not be scored, more than reward.max_failed_fraction={cfg.reward.max_failed_fraction}; one of them:\n{(errors or [''])[0]}")
         return trajectories
 
 
-def check_output(output, agent: str, cfg) -> list[Trajectory]:
-    """What an agent returned, if it is what an agent may return. ValueError says what is wrong with it."""
+def check_output(output, agent: str, cfg, num_tokens: int) -> list[Trajectory]:
+    """What an agent returned, if it is what an agent may return. ValueError says what is wrong with it. Fills in a finish_reason that it left out."""
     trajectories = output if isinstance(output, list) else [output]
     if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
         raise ValueError(f"the agent {agent} must return a Trajectory or a list of them, not {output!r:.200}")
     for t in trajectories:
         if 1 not in t.response_mask:
             raise ValueError(f"the agent {agent} returned a trajectory without a sampled token")
+        if not len(t.tokens) == len(t.response_mask) == len(t.rollout_logprobs) or not 0 <= min(t.tokens) <= max(t.tokens) < num_tokens:
+            raise ValueError(f"the agent {agent} returned {len(t.tokens)} tokens, {len(t.response_mask)} mask bits and {len(t.rollout_logprobs)} log-probs, ids {min(t.tokens)} to {max(t.tokens)} of {num_tokens}: fill it by observe and act")
+        if not all(isinstance(value, (int, float)) for value in t.metrics.values()):
+            raise ValueError(f"the agent {agent} returned metrics that are no numbers: {t.metrics!r:.200}")
         prompt, response = t.prompt_length, len(t.tokens) - t.prompt_length
+        t.finish_reason = t.finish_reason or ("length" if response == cfg.max_response_length else "stop")
         if prompt > cfg.max_prompt_length or response > cfg.max_response_length:
             raise ValueError(f"the agent {agent} returned {prompt} + {response} tokens, more than data.max_prompt_length={cfg.max_prompt_length} + data.max_response_length={cfg.max_response_length}")
     return trajectories
@@ -202,19 +212,20 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
     kept, seen, counts, place, seconds = [], [], Counter(), 0, 0.0
     again = cfg.algorithm.filter_groups or cfg.rollout.failed_groups == "refill"
     wanted, most = cfg.data.train_batch_size, cfg.algorithm.max_num_gen_batches if again else 1
+    rollout = Rollout(engine, scorer, step, cfg.rollout)
     for batch in range(1, most + 1):
         tasks = stream.next_batch(wanted if cfg.algorithm.filter_groups else wanted - len(kept))  # [P]
         with log.timer("gen"):  # sessions are scored while others still generate
             start = time.perf_counter()
-            groups = Rollout(engine, scorer, step, cfg.rollout).run(tasks, place)  # this engine's prompts, G sessions each
+            groups = rollout.run(tasks, place)  # this engine's prompts, G sessions each
             if cfg.algorithm.adv_estimator == "remax":
                 greedy = Rollout(engine, scorer, step, ValConfig()).run(tasks, place)
                 set_baselines([g.trajectories for g in groups], [g.trajectories for g in greedy])
             seconds += time.perf_counter() - start
             groups, place = gather(groups), place + len(tasks)
         log.failures(f"{step:06d}", groups)
-        log.add(check_failures([t for g in groups for t in g.trajectories], cfg.reward))
         seen += groups
+        log.add(check_failures([t for g in seen for t in g.trajectories], cfg.reward))
         check_groups(seen, cfg.rollout)  # of the step: a refill of one prompt may fail
         alive = [g.trajectories for g in usable(groups, cfg.rollout)]
         kinds = [group_kind(group) for group in alive]
@@ -226,6 +237,6 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
         found = f"{len(kept)} groups to train on, {wanted} are needed: {counts['solved']} groups were solved, {counts['failed']} failed, {counts['lost']} lost a session"
         raise ValueError(f"algorithm.max_num_gen_batches={most} batches gave {found}: change the data, or raise it" if again else f"a batch gave {found}: look into rollouts/*.failed.jsonl")
     took = gather([seconds])  # of every rank: the others wait for the slowest
-    log.add({"timing_s/gen/max": max(took), "timing_s/gen/mean": sum(took) / len(took), "timing_s/gen/min": min(took), "timing_s/idle": engine.idle_s})
+    log.add({"timing_s/gen/max": max(took), "timing_s/gen/mean": sum(took) / len(took), "timing_s/gen/min": min(took), "timing_s/idle": rollout.idle_s})
     log.add({f"rollout/groups_{kind}": counts[kind] for kind in ("informative", "solved", "failed", "lost")} | {"rollout/gen_batches": batch})
     return [t for group in kept[:wanted] for t in group]

@@ -236,7 +236,7 @@ def load_custom(custom_path: str) -> Callable:
     sys.modules["custom_agent"] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ValueError(f"{blame}: importing it fails with {type(e).__name__}: {e}") from e
     agent = getattr(module, function, None)
     if not inspect.iscoroutinefunction(agent):

@@ -39,6 +39,8 @@ def train(cfg: Config) -> None:
     accelerator = make_accelerator(cfg.actor)
     checkpoint = find(cfg.checkpoint, cfg.run_dir)
     state = read_state(checkpoint)
+    if len(seen := set(gather([f"step {state['step']} ({checkpoint})"]))) > 1:
+        raise ValueError(f"the ranks see different checkpoints in {cfg.run_dir}: {', '.join(sorted(seen))}: log.default_local_dir must be one folder for all hosts")
     if cfg.trainer.val_only:
         total_steps = state["step"]
     if state["step"] > total_steps:

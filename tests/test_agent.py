@@ -510,7 +510,7 @@ def test_rows_agents_are_checked():
 def test_tool_without_a_docstring_is_an_error_at_start(monkeypatch):
     monkeypatch.setitem(TOOLS, "bare", lambda x: x)
     with pytest.raises(ValueError, match="agent.tools: the function of 'bare' gives no JSON schema"):
-        check_agents([], AgentConfig(tools=("bare",)))
+        check_agents([Task("?", "exact", "")], AgentConfig(default_agent_loop="tool_agent", tools=("bare",)))
 
 
 @pytest.mark.parametrize("knobs", [{"max_assistant_turns": 0}, {"max_parallel_calls": 0}, {"tool_timeout_s": 0.0}, {"tool_timeout_s": float("nan")}, {"tool_timeout_s": float("inf")},

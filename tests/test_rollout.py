@@ -2,6 +2,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -224,6 +225,42 @@ async def exits(task, policy, cfg):
     raise SystemExit(3)
 
 
+async def cancels_its_own_child(task, policy, cfg):
+    child = asyncio.ensure_future(asyncio.sleep(60))
+    child.cancel()
+    await child
+
+
+async def holds_on(task, policy, cfg):
+    """Swallows its cancellation, for a while longer than it is waited for."""
+    until = time.monotonic() + 8
+    while time.monotonic() < until:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+
+
+async def leaves_a_thread(task, policy, cfg):
+    await asyncio.to_thread(time.sleep, 20)
+
+
+async def writes_tokens_by_hand(task, policy, cfg):
+    t = await single_turn_agent(task, policy, cfg)
+    t.tokens.append(5)
+    return t
+
+
+async def returns_ids_that_are_none(task, policy, cfg):
+    t = await single_turn_agent(task, policy, cfg)
+    t.tokens[-1] = 10**6
+    return t
+
+
+async def measures_no_number(task, policy, cfg):
+    t = await single_turn_agent(task, policy, cfg)
+    t.metrics["mood"] = "good"
+    return t
+
+
 FAILURES = [
     (raises, "KeyError: 'no such tool'"),
     (hangs, "session 1 had not ended after rollout.session_timeout_s=0.5"),
@@ -232,6 +269,11 @@ FAILURES = [
     (returns_what_was_not_sampled, "returned a trajectory without a sampled token"),
     (returns_too_much, "more than data.max_prompt_length=24 + data.max_response_length=12"),
     (exits, "SystemExit: 3"),
+    (cancels_its_own_child, "CancelledError"),
+    (leaves_a_thread, "session 1 had not ended after rollout.session_timeout_s=0.5"),
+    (writes_tokens_by_hand, "mask bits"),
+    (returns_ids_that_are_none, "ids 1 to 1000000 of"),
+    (measures_no_number, "metrics that are no numbers: {'mood': 'good'}"),
 ]
 
 
@@ -244,14 +286,42 @@ def test_failed_session_fails_its_group_only_and_keeps_its_error(cfg, awake, mon
         return await (broken if task.index == 12 and turns[12] == 2 else single_turn_agent)(task, policy, cfg)
 
     use_agent(monkeypatch, breaks_one)
+    start = time.monotonic()
     with knobs(awake, session_timeout_s=0.5) as sampling:
         groups = Rollout(awake, Unscored(), 0, sampling).run(TASKS)
         after = Rollout(awake, Unscored(), 0, sampling).run(TASKS[:1])
+    assert time.monotonic() - start < 15  # whatever it left behind is not waited for
     assert [g.status for g in groups] == ["failure" if task.index == 12 else "finished" for task in TASKS]
     assert [g.task for g in groups] == TASKS and [len(g.trajectories) for g in groups] == [4, 4, 3, 4, 4, 4]
     assert [t.session_id for t in groups[2].trajectories] == [0, 2, 3]
     assert len(groups[2].errors) == 1 and message in groups[2].errors[0]
     assert not awake.llm.llm_engine.has_unfinished_requests() and after[0].status == "finished"
+
+
+def test_session_that_swallows_its_cancellation_is_left_behind(cfg, awake, monkeypatch):
+    async def one_holds_on(task, policy, cfg):
+        return await (holds_on if task.index == 12 else single_turn_agent)(task, policy, cfg)
+
+    use_agent(monkeypatch, one_holds_on)
+    start = time.monotonic()
+    with knobs(awake, group_timeout_s=1.0) as sampling:
+        groups = Rollout(awake, Unscored(), 0, sampling).run(TASKS)
+    assert time.monotonic() - start < 7.5 and [g.status for g in groups].count("failure") == 1
+
+
+def test_what_an_agent_does_to_its_prompt_is_its_own_business(cfg, awake, monkeypatch):
+    async def adds(task, policy, cfg):
+        t, prompt = Trajectory(task), policy.encode(task.messages)
+        prompt += [5, 6]
+        t.observe(prompt)
+        reply = await policy.generate(t.tokens)
+        t.act(reply.tokens, reply.logprobs)
+        return t
+
+    use_agent(monkeypatch, adds)
+    trajectories = run(awake, TASKS[:1], 0, cfg.rollout)
+    assert len({t.prompt_length for t in trajectories}) == 1
+    assert all(t.finish_reason in ("stop", "length") for t in trajectories)  # the agent left it out
 
 
 def test_cancelled_session_leaves_vllm(cfg, awake, monkeypatch):
@@ -283,7 +353,11 @@ def test_group_deadline_covers_the_scores(cfg, awake):
 def test_raise_stops_with_the_agents_error_and_leaves_the_engine_usable(cfg, awake, monkeypatch):
     with monkeypatch.context() as patch, knobs(awake, failed_groups="raise") as sampling:
         use_agent(patch, raises)
-        with pytest.raises(KeyError, match="no such tool"):
+        with pytest.raises(RuntimeError, match="(?s)rollout.failed_groups=raise:.*KeyError: 'no such tool'"):
+            Rollout(awake, Unscored(), 0, sampling).run(TASKS)
+    with monkeypatch.context() as patch, knobs(awake, failed_groups="raise", session_timeout_s=0.2) as sampling:
+        use_agent(patch, hangs)
+        with pytest.raises(RuntimeError, match="had not ended after rollout.session_timeout_s=0.2"):
             Rollout(awake, Unscored(), 0, sampling).run(TASKS)
     assert not awake.llm.llm_engine.has_unfinished_requests()
     assert len(run(awake, TASKS, 0, cfg.rollout)) == 24

@@ -91,6 +91,8 @@ def test_two_ranks_give_the_rewards_and_updates_of_one(one, tiny, tmp_path):
 AGENTS = """
 import asyncio
 import random
+import threading
+import time
 
 from agent import single_turn_agent
 from batch import Trajectory
@@ -105,6 +107,11 @@ async def fails_sometimes(task, policy, cfg):
 async def never_ends(task, policy, cfg):
     while task.messages[0]["content"].startswith(("14", "23", "15", "30")):
         await policy.generate(policy.encode(task.messages))
+    return await single_turn_agent(task, policy, cfg)
+
+
+async def leaves_a_thread(task, policy, cfg):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
     return await single_turn_agent(task, policy, cfg)
 
 
@@ -137,6 +144,10 @@ def test_groups_that_fail_on_one_rank_of_two_are_dropped_refilled_or_survive(tin
         failures = "".join(path.read_text() for path in (tmp_path / policy / "run").rglob("*") if "fail" in path.name)
         assert "LookupError: nothing is known of 14+17=" in failures
         assert metrics[0]["val/exact/failed_sessions"] == 0
+
+
+def test_run_ends_whatever_threads_its_agents_left(tiny, tmp_path, agents):
+    run(tiny, tmp_path, *agents("leaves_a_thread"), "--trainer.total-training-steps", "1", "--checkpoint.save-freq", "0")
 
 
 def test_failed_sessions_that_are_not_to_pass_stop_every_rank(tiny, tmp_path, agents):
