@@ -355,11 +355,13 @@ def test_grpo_passk_by_hand(scores, std, expected):
 
 def test_remax_by_hand():
     """Against the greedy session of the same prompt: sessions that are equally good still learn when it was worse."""
-    trajectories = group([1.0, 0.25, NAN]) + group([1.0, 1.0], uid="b") + group([1.0, 0.0], uid="c")
-    set_baselines(trajectories, [make_trajectory(score=s, uid=uid) for uid, s in [("a", 0.5), ("b", 0.25), ("c", NAN)]])
+    groups = [group([1.0, 0.25, NAN]), group([1.0, 1.0], uid="b"), group([1.0, 0.0], uid="c"), group([1.0, 0.0], uid="d")]
+    set_baselines(groups, [[make_trajectory(score=0.5, uid="a")], [make_trajectory(score=0.25, uid="b")], [make_trajectory(score=NAN, uid="c")], []])
+    trajectories = sum(groups, [])
     advantages_of(trajectories, "remax")
-    assert values(trajectories) == pytest.approx([0.5, -0.25, 0, 0.75, 0.75, 0, 0])
-    assert not any(t.loss_mask.any() for t in trajectories[5:]), "a prompt whose greedy session has no score has no advantage either"
+    assert values(trajectories) == pytest.approx([0.5, -0.25, 0, 0.75, 0.75, 0, 0, 0, 0])
+    assert not any(t.loss_mask.any() for t in trajectories[5:]), "a prompt whose greedy session failed or has no score has no advantage either"
+    assert "greedy session of this prompt failed" in trajectories[-1].error
 
 
 def test_the_estimators_that_have_no_baseline_do_not_read_it():
