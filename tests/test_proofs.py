@@ -187,7 +187,7 @@ def test_the_gradient_does_not_depend_on_the_ranks(worlds, world_size):
     """`Actor.update` over gloo, every loss, aggregation and correction: 2 and 3 ranks have the gradients and metrics of 1."""
     for name in EVERYTHING:
         (expected, metrics), (gradients, its_metrics) = worlds[1][name], worlds[world_size][name]
-        assert metrics.pop("perf/token_imbalance") == 0 <= its_metrics.pop("perf/token_imbalance")
+        metrics, its_metrics = ({k: v for k, v in m.items() if k != "perf/token_imbalance"} for m in (metrics, its_metrics))
         assert len(expected) == len(gradients) == 2
         for one, other in zip(expected, gradients):
             assert one.norm() > 1e-4 and (one - other).norm() < 1e-5 * one.norm(), name
