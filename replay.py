@@ -77,7 +77,8 @@ def replay(folder: Path) -> dict[str, tuple[float, float]]:
     if not (folder / "found.json").exists():
         raise FileNotFoundError(f"{folder} holds no dumped mini-batch (found.json)")
     found = json.loads((folder / "found.json").read_text())
-    os.environ["WORLD_SIZE"] = "1"
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of a run around it: this is one process of its own
+        os.environ.pop(name, None)
     cfg = load_config(["--config", str(folder.parent.parent / "config.yaml")])
     cfg = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, path=str(folder / "hf"), fsdp_size=-1))
     actor = Actor(cfg.actor, make_accelerator(cfg.actor), len(load_tokenizer(cfg.actor.path)), cfg.rollout.temperature)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, launch_environment
+from fakes import make_trajectory
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -14,8 +16,6 @@ import bench
 from actor import forward, load_model
 from agent import load_tokenizer
 from batch import collate
-from conftest import ROOT
-from fakes import make_trajectory
 
 RATES = Namespace(peak_tflops=989.0, matmul_tflops=790.0, bandwidth_tbs=4.3)
 
@@ -84,7 +84,7 @@ def test_dummy_is_a_model_that_loads_with_prompts_of_the_wanted_length(tmp_path)
 
 def run_bench(*args, processes=1):
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--num_processes", str(processes), str(ROOT / "bench.py")]
-    return subprocess.run([*command, "--config", str(ROOT / "configs" / "bench_qwen3_0_6b.yaml"), *args], capture_output=True, text=True, timeout=300)
+    return subprocess.run([*command, "--config", str(ROOT / "configs" / "bench_qwen3_0_6b.yaml"), *args], env=launch_environment(), capture_output=True, text=True, timeout=300)
 
 
 def test_two_processes_run_a_dummy_and_rank_0_prints_the_table(tmp_path):

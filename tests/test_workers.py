@@ -157,7 +157,7 @@ def test_a_call_that_hangs(pool, what):
     assert outcomes == list(range(100)), "nothing of the queue is lost"
     new = set(run(pool, *[("nap",)] * 80))
     assert len(new) == 2 and len(new & old) == 1, "one worker was replaced"
-    assert wait_until(lambda: len(descendants(os.getpid())) == 3), "and what was killed is no zombie: the fork server and two workers are left"
+    assert wait_until(lambda: len(descendants(pool.server.pid)) == 2), "and what was killed is no zombie: two workers are left"
 
 
 @pytest.mark.parametrize("what", ["die", "crash"])
@@ -260,9 +260,9 @@ def test_close_ends_everything(pool):
         calls = [asyncio.ensure_future(pool.call(what, timeout_s=1000)) for what in ("regex", "child", "pid")]
         await asyncio.sleep(0)
         end = time.monotonic() + 20
-        while len(descendants(os.getpid())) < 4 and time.monotonic() < end:  # the fork server, two workers, and one's own child
+        while len(descendants(pool.server.pid)) < 3 and time.monotonic() < end:  # two workers, and one's own child
             await asyncio.sleep(0.05)
-        pids = descendants(os.getpid())
+        pids = [pool.server.pid, *descendants(pool.server.pid)]
         assert len(pids) == 4
         pool.close()
         return pids, await asyncio.gather(*calls, return_exceptions=True)
