@@ -1,12 +1,10 @@
 """Agents, tools and chat templates on a scripted engine: exact token ids, budgets, seeds, and whatever a policy or a tool may do wrong."""
 import asyncio
-import dataclasses
 import json
 from types import SimpleNamespace
 
 import pytest
 
-import agent as agents
 from agent import AgentConfig, BudgetUsed, Policy, PromptTooLong, Reply, agent_prompt, agent_tools, check_agents, find_agent, session_seed, single_turn_agent, tool_agent
 from batch import Task
 from chat import guarded_tokens
