@@ -22,7 +22,7 @@ tool-agent: install
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch train.py --config configs/tool_agent.yaml
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 prove: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_proofs.py tests/test_loss.py tests/test_advantage.py
