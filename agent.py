@@ -8,7 +8,6 @@ To add an agent, write the coroutine and put it into AGENTS. Or leave this file 
 """
 import asyncio
 import contextlib
-import difflib
 import hashlib
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any
 from batch import Task, Trajectory
 from chat import encode_reply, result_messages, with_tools
 from data import fit, render
+from lookup import unknown
 from tools import FORMATS, TOOLS, Call, load_custom, tool_schema
 
 
@@ -227,7 +227,6 @@ def check_agents(tasks, cfg: AgentConfig) -> None:
     named = [("agent.default_agent_loop", cfg.default_agent_loop, AGENTS), ("agent.format", cfg.format, FORMATS), *(("agent.tools", name, TOOLS) for name in cfg.tools)]
     for where, name, known in named + [(f"agent_name of row {t.index}", t.agent_name, AGENTS) for t in tasks if t.agent_name]:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"{where}={name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''}; known: {', '.join(known)}")
+            raise unknown(where, name, known)
     if any(find_agent(t, cfg) is tool_agent for t in tasks):
         tool_schemas(cfg)

@@ -5,7 +5,6 @@ wrong is a ValueError (or tyro's message, exit code 2) in under three seconds, b
 """
 import argparse
 import dataclasses
-import difflib
 import os
 import typing
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from agent import AgentConfig, check_agents
 from checkpoint import CheckpointConfig
 from data import DataConfig
 from log import LogConfig
+from lookup import nearest, unknown
 from loss import LOSSES, LossConfig
 from reward import RewardConfig, load_reward
 from rollout import RolloutConfig, ValConfig
@@ -130,18 +130,13 @@ def to_flag(name: str, value, kind, path: str) -> list[str]:
     return [f"--{name}", *("None" if v is None else str(v) for v in (value if isinstance(value, list) else [value]))]
 
 
-def nearest(word: str, known) -> str:
-    close = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def check(cfg: Config, world_size: int) -> None:
     """What no module can check alone. ValueError for what can't run; prints a note for what is rarely meant."""
     batch, mini, n = cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size, cfg.rollout.n
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     for knob, value, known in [("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ESTIMATORS), ("loss.loss_mode", cfg.loss.loss_mode, LOSSES)]:
         if value not in known:
-            raise ValueError(f"{knob}={value} is not known{nearest(value, known)}; known: {', '.join(known)}")
+            raise unknown(knob, value, known)
     check_agents([], cfg.agent)
     load_reward(cfg.reward)  # the rule's name, or the user's file; the rows' data_sources come later
     if not cfg.actor.path:

@@ -4,7 +4,6 @@ Row i of a task follows from its options and from seed + i alone. Some tasks als
 random state, so rows are made in a process where both are fixed: every rank and every restart gets the same ones.
 """
 import dataclasses
-import difflib
 import enum
 import os
 import pickle
@@ -13,6 +12,8 @@ import subprocess
 import sys
 import typing
 from collections.abc import Iterator, Sequence
+
+from lookup import nearest
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Think step by step. Then give your final answer between <answer> and </answer>, in exactly the form that the question asks for."
@@ -63,8 +64,7 @@ def typed_options(name: str, options: dict[str, str], knob: str) -> dict:
         raise ValueError(f"{knob}: {PREFIX}{name} needs the package reasoning_gym: pip install reasoning-gym") from error
     tasks = sorted(set(DATASETS) - {"composite"})  # a mixture of the others: name them instead
     if name not in tasks:
-        near = difflib.get_close_matches(name, tasks, 1)
-        raise ValueError(f"{knob}: reasoning_gym has no task {name!r}" + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(tasks)}"))
+        raise ValueError(f"{knob}: reasoning_gym has no task {name!r}" + (nearest(name, tasks) or f"; it has {', '.join(tasks)}"))
     config = DATASETS[name][1]
     kinds = {f.name: typing.get_type_hints(config)[f.name] for f in dataclasses.fields(config)}
     typed = {}

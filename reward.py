@@ -4,19 +4,16 @@ The rules that ship, and the contract of one, are in rules.py. A rule that raise
 NaN, not 0. To add a rule, put it into rules.REWARDS, and the data_source of the rows that it is for into rules.DATA_SOURCES.
 """
 import asyncio
-import difflib
 import functools
-import importlib.util
 import inspect
 import math
 import os
 import re
-import sys
-import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from batch import Task, Trajectory
+from lookup import load_function, nearest, unknown
 from rules import DATA_SOURCES, REWARDS, reasoning_gym, reasoning_gym_scorer
 from workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
@@ -126,7 +123,7 @@ def load_reward(cfg: RewardConfig, data_sources: Iterable[str] = ()) -> Rule:
         return load_custom(cfg.custom_path)
     if cfg.name:
         if cfg.name not in REWARDS:
-            raise ValueError(f"reward.name={cfg.name!r} is not known{known(cfg.name, REWARDS)}")
+            raise unknown("reward.name", cfg.name, REWARDS)
         return REWARDS[cfg.name]
     rules = {data_source: rule_for(data_source) for data_source in sorted(set(data_sources))}
     return lambda task, trajectory: rules[task.data_source](task, trajectory)
@@ -139,13 +136,9 @@ def rule_for(data_source: str) -> Rule:
     name = "math_dapo" if data_source.startswith("aime") else DATA_SOURCES.get(data_source, data_source)  # aime24, aime2025, aime_2024, ...
     if name not in REWARDS:
         hint = "set reward.name or reward.custom_path, or data.default_data_source for rows without a data_source"
-        raise ValueError(f"no reward is known for data_source {data_source!r}: {hint}{known(data_source, [*REWARDS, *DATA_SOURCES])}")
+        names = [*REWARDS, *DATA_SOURCES]
+        raise ValueError(f"no reward is known for data_source {data_source!r}: {hint}{nearest(data_source, names)}; known: {', '.join(names)}")
     return REWARDS[name]
-
-
-def known(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return (f"; did you mean {near[0]!r}?" if near else ";") + f" known: {', '.join(names)}"
 
 
 @functools.lru_cache(maxsize=1)
@@ -153,14 +146,8 @@ def load_custom(custom_path: str) -> Rule:
     """compute_score of a user's file, called as verl calls it."""
     path, _, function = custom_path.rpartition(":") if re.search(r"\.py:\w+$", custom_path) else (custom_path, "", "")
     function, blame = function or "compute_score", f"reward.custom_path={custom_path!r}"
-    if not (os.path.isfile(path) and path.endswith(".py")):
-        raise ValueError(f"{blame}: there is no Python file {path!r} (looked from {os.getcwd()})")
-    try:
-        module = import_file(os.path.abspath(path))
-    except (Exception, SystemExit) as e:
-        raise ValueError(f"{blame}: importing it fails with {type(e).__name__}: {e}") from e
-    compute_score = getattr(module, function, None)
-    if not callable(compute_score):
+    compute_score = load_function(path, function, blame)
+    if not compute_score:
         raise ValueError(f"{blame}: {path!r} has no function {function!r}")
     try:
         inspect.signature(compute_score).bind(data_source="", solution_str="", ground_truth="", extra_info={})
@@ -173,19 +160,3 @@ def load_custom(custom_path: str) -> Rule:
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     return custom
-
-
-def import_file(path: str) -> types.ModuleType:
-    """Run a file as a module of a package `custom_reward` that is its folder, so that `from . import helper` and `import helper` both find its neighbours."""
-    folder, name = os.path.dirname(path), os.path.basename(path).removesuffix(".py")
-    for loaded in [module for module in sys.modules if module.partition(".")[0] == "custom_reward"]:
-        del sys.modules[loaded]
-    package = sys.modules["custom_reward"] = types.ModuleType("custom_reward")
-    package.__path__ = [folder]
-    if folder not in sys.path:
-        sys.path.append(folder)  # behind the libraries: it may hide none
-    name = "custom_reward" if name == "__init__" else f"custom_reward.{name}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -8,17 +8,15 @@ import ast
 import asyncio
 import contextlib
 import functools
-import importlib.util
 import inspect
 import json
 import operator
-import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from lookup import load_function
 from sandbox import python
 from workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
@@ -230,15 +228,9 @@ def load_custom(custom_path: str) -> Callable:
     """The agent of a user's file. ValueError says what is wrong with it."""
     path, _, function = custom_path.rpartition(":")
     blame = f"agent.custom_path={custom_path!r}"
-    if not path.endswith(".py") or not os.path.isfile(path):
-        raise ValueError(f"{blame} must be file.py:function, and there is no Python file {path!r} (looked from {os.getcwd()})")
-    spec = importlib.util.spec_from_file_location("custom_agent", path)
-    sys.modules["custom_agent"] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as e:
-        raise ValueError(f"{blame}: importing it fails with {type(e).__name__}: {e}") from e
-    agent = getattr(module, function, None)
+    if not function:
+        raise ValueError(f"{blame} must be file.py:function")
+    agent = load_function(path, function, blame)
     if not inspect.iscoroutinefunction(agent):
         raise ValueError(f"{blame}: {path!r} has no `async def {function}(task, policy, cfg)`")
     try:
