@@ -248,7 +248,7 @@ class Actor:
         lr = self.cfg.lr * lr_factor(step, total_steps, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.updates, self.fullest = [], 0  # (mini-batch, sums of its metrics, gradient norm) of each optimizer step
+        self.start_step()
         own: dict[int, torch.Tensor] | None = {} if trajectories[0].old_logprobs is None else None
         for mini_batch in self.mini_batches(trajectories, f"{seed}/{step}"):
             assert own is None or not self.updates, "a second update needs old_logprobs from before the first"
@@ -267,8 +267,13 @@ class Actor:
         norms = [norm for _, _, norm in self.updates if math.isfinite(norm)]
         return reduce_sums(sums) | {
             "actor/grad_norm": sum(norms) / len(norms) if norms else math.nan, "actor/skipped_steps": len(self.updates) - len(norms), "actor/num_updates": len(self.updates), "actor/lr": lr,
-            "perf/token_imbalance": self.fullest * dist.get_world_size() / sum(len(t.tokens) for mini_batch, _, _ in self.updates for t in mini_batch) - 1,
+            "perf/token_imbalance": token_imbalance(self.plans),
         }  # fmt: skip
+
+    def start_step(self) -> None:
+        self.updates = []  # (mini-batch, sums of its metrics, gradient norm) of each optimizer step
+        self.plans = []  # (mini-batch, [rank][micro-batch] -> its indices) of each
+        self.entropies: dict[str, torch.Tensor] = {}  # [L] by the key of a trajectory that this rank computed, of the first update that met it
 
     def backward(self, mini_batch: list[Trajectory], loss_cfg, own: dict | None = None) -> dict[str, list]:
         """The gradient of a mini-batch's loss, into the parameters. Returns its metrics as [sum, count] of this rank; puts its log-probs into `own`."""
@@ -278,8 +283,11 @@ class Actor:
             loss, metrics = policy_loss(batch, logprobs, entropy, loss_cfg, totals)
             self.accelerator.backward(loss * dist.get_world_size())  # FSDP averages gradients over the ranks
             add_sums(sums, metrics)
-            if own is not None:
-                own |= zip(indices, logprobs.detach().split(batch.cu_seqlens.diff().tolist()))
+            lengths = [len(mini_batch[i].tokens) for i in indices]
+            if own is not None and indices:
+                own |= zip(indices, logprobs.detach().split(lengths))
+            for i, values in zip(indices, entropy.detach().split(lengths) if indices else ()):
+                self.entropies.setdefault(mini_batch[i].key, values)
         return sums
 
     def mini_batches(self, trajectories: list[Trajectory], seed: str):
@@ -295,7 +303,7 @@ class Actor:
         """This rank's part of a mini-batch as (indices, packed batch). A rank with nothing left runs a forward that adds 0, since FSDP needs every rank."""
         lengths, most = [len(t.tokens) for t in mini_batch], self.cfg.ppo_max_token_len_per_gpu if self.cfg.use_dynamic_bsz else None
         plan = pack(lengths, dist.get_world_size(), most, self.cfg.ppo_micro_batch_size_per_gpu)
-        self.fullest += max(sum(lengths[i] for indices in rank for i in indices) for rank in plan)  # tokens of the rank that the others wait for
+        self.plans.append((mini_batch, plan))
         for left, indices in zip(range(len(plan[0]))[::-1], plan[dist.get_rank()]):
             self.model.set_requires_all_reduce(left == 0)  # copies of the weights (HSDP) add up their gradients once, at the last
             batch = collate([mini_batch[i] for i in indices or [0]], self.device)
@@ -333,6 +341,12 @@ class Actor:
             # The shard is cast before it is gathered: half the bytes. With one shard it is the whole.
             alone = parameter.device_mesh.shape[-1] == 1
             yield name, parameter.to_local().to(dtype) if alone else parameter.to(dtype).full_tensor()
+
+
+def token_imbalance(plans: list) -> float:
+    """How many more tokens than the mean the fullest rank has, which the others wait for, as a share; over the plans of a step."""
+    tokens = [[sum(len(mini_batch[i].tokens) for indices in rank for i in indices) for rank in plan] for mini_batch, plan in plans]  # [update][rank]
+    return sum(map(max, tokens)) * len(tokens[0]) / sum(map(sum, tokens)) - 1
 
 
 def add_sums(sums: dict[str, list], more: dict) -> None:

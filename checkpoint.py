@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from batch import gather
 from export import write_settings
-from manifest import damage, newest, say, write_durably, write_manifest
+from manifest import damage, name_again, newest, say, write_durably, write_manifest
 
 ATTEMPTS, BACKOFF_S = 3, 2.0
 HARMLESS = (  # knobs that a resumed run may change: they say what is watched and how it is computed, not what is learnt
-    "checkpoint.*", "log.*", "sync.*", "val.*", "trainer.total_*", "trainer.test_freq", "trainer.val_*", "data.val_*", "*timeout_s", "*.max_failed_fraction", "*_workers",
-    "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_bytes", "rollout.free_cache_engine", "rollout.enforce_eager", "rollout.max_num_*", "rollout.tensor_model_parallel_size",
+    "checkpoint.*", "log.*", "sync.*", "val.*", "trainer.total_*", "trainer.test_freq", "trainer.trace_groups", "trainer.val_*", "data.val_*", "*timeout_s", "*.max_failed_fraction", "*_workers",
+    "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_bytes", "rollout.free_cache_engine", "rollout.enforce_eager", "rollout.lean_scheduler", "rollout.max_num_*", "rollout.tensor_model_parallel_size",
     "actor.use_dynamic_bsz", "actor.*_per_gpu", "actor.enable_gradient_checkpointing", "actor.reshard_after_forward", "actor.fsdp_size", "*offload*",
 )  # fmt: skip
 
@@ -138,6 +138,7 @@ def failure(stage) -> str | None:
 def prepare(temporary: Path) -> None:
     """An empty folder, with all that other ranks would make in it; what killed runs left goes."""
     temporary.parent.mkdir(exist_ok=True)  # not the run's folder: when that is gone, so is its disk
+    name_again(temporary.parent)
     for leftover in temporary.parent.glob(".step-*"):
         shutil.rmtree(leftover)
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
@@ -196,5 +197,4 @@ def load(folder: Path, actor) -> None:
 
 if __name__ == "__main__":
     from export import main
-
     main()

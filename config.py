@@ -39,8 +39,12 @@ class TrainerConfig:
     """Validate once and stop."""
     seed: int = 0
     """Seed of everything: data order, sessions, initial states."""
+    trace_groups: int = 1
+    """Prompt groups of each step that traces/STEP.jsonl keeps token by token, for `python show.py RUN --step STEP`; 0 for none."""
 
     def __post_init__(self):
+        if self.trace_groups < 0:
+            raise ValueError(f"trainer.trace_groups={self.trace_groups} must not be negative")
         if self.total_epochs < 1 or (self.total_training_steps is not None and self.total_training_steps < 1):
             raise ValueError(f"trainer.total_epochs={self.total_epochs} and trainer.total_training_steps={self.total_training_steps} must be at least 1")
 

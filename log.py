@@ -1,10 +1,12 @@
-"""Where a run leaves its traces: metrics.jsonl, one console line a step, wandb, the rollouts, and the time and memory of each phase."""
+"""Where a run leaves its traces: metrics.jsonl, one console line a step, wandb and TensorBoard, the rollouts, and the time and memory of each phase."""
 import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +19,10 @@ import torch.distributed as dist
 import yaml
 
 from batch import Trajectory
+from doctor import Doctor
+from dump import dump_record, printable, sample_table, samples, to_json, trace_records
 from manifest import move_aside, write_durably
+from tracking import Trackers
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,10 @@ class LogConfig:
     """Name of the run, and of its folder."""
     default_local_dir: str = "runs"
     """Folder that runs are put into."""
-    logger: tuple[Literal["console", "wandb"], ...] = ("console",)
-    """Where metrics go besides metrics.jsonl: console, wandb."""
+    logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = ("console",)
+    """Where metrics go besides metrics.jsonl: console, wandb, tensorboard (RUN/tensorboard)."""
+    samples_every: int = 10
+    """Steps between tables of a few samples, on the console and in the trackers; 0 for none."""
     rollout_dump_freq: int = 1
     """Steps between dumps of the rollouts to rollouts/STEP.jsonl; 0 for none. Validations are always dumped."""
     replay_steps: tuple[int, ...] = ()
@@ -38,8 +45,8 @@ class LogConfig:
     """Stop after so many steps in a row that were skipped because a gradient was not finite."""
 
     def __post_init__(self):
-        if self.max_skipped_steps < 1 or self.rollout_dump_freq < 0 or min(self.replay_steps, default=0) < 0:
-            raise ValueError(f"log.max_skipped_steps={self.max_skipped_steps} must be at least 1, log.rollout_dump_freq={self.rollout_dump_freq} and log.replay_steps={self.replay_steps} not negative")
+        if self.max_skipped_steps < 1 or min(self.rollout_dump_freq, self.samples_every, *self.replay_steps) < 0:
+            raise ValueError(f"log.max_skipped_steps={self.max_skipped_steps} must be at least 1, log.rollout_dump_freq={self.rollout_dump_freq}, log.samples_every={self.samples_every} and log.replay_steps={self.replay_steps} not negative")
 
 
 class Logger:
@@ -51,11 +58,13 @@ class Logger:
         self.metrics: dict[str, float] = {}
         self.seconds, self.steps_timed, self.started = 0.0, 0, time.perf_counter()
         self.first_val, self.last_val, self.memory = {}, {}, {}
-        self.wandb = self.bar = None
+        self.samples: list[dict] = []
+        self.trackers = self.bar = None
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             before = keep_lines_before(run_dir / "metrics.jsonl", first_step)
             self.first_val = next((record for record in before if validation_means(record)), {})
+            self.doctor = Doctor(settings, before)
             for path in (run_dir / "rollouts").glob("*.failed.jsonl"):  # of steps that are done again; dumps are overwritten, these grow
                 if int(path.name.removeprefix("val-").partition(".")[0]) >= first_step:
                     path.unlink()
@@ -63,10 +72,7 @@ class Logger:
                 from tqdm import tqdm
 
                 self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
-            if "wandb" in cfg.logger:
-                import wandb
-
-                self.wandb = wandb.init(project=cfg.project_name, name=cfg.experiment_name, dir=run_dir, config=settings, id=wandb_id, resume="allow")
+            self.trackers = Trackers(cfg, run_dir, first_step, settings, wandb_id)
 
     def start_clock(self) -> None:
         """Steps are timed from here."""
@@ -105,10 +111,16 @@ class Logger:
             return
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(to_json({"step": step, **m}) + "\n")
-        if self.wandb:
-            self.wandb.log(m, step=step)
+            file.flush()
+            os.fsync(file.fileno())  # no checkpoint may know of a step that the records lost
+        self.trackers.log(step, m, self.samples)
         if "console" in self.cfg.logger:
             self.say(self.console_line(step, m))
+            for line in self.doctor.lines({"step": step, **m}):
+                self.say(line)
+            if self.samples:
+                self.say(sample_table(self.samples, shutil.get_terminal_size((160, 24)).columns))
+        self.samples = []
         if self.bar:
             self.bar.update(min(step + 1, self.total_steps) - self.bar.n)
 
@@ -131,16 +143,29 @@ class Logger:
     def say(self, text: str) -> None:
         """One line on the console of rank 0, above the progress bar."""
         if self.rank == 0:
+            text = printable(text)
             self.bar.write(text, file=sys.stdout) if self.bar else print(text, flush=True)
 
     def dump(self, name: str, trajectories: list[Trajectory]) -> None:
         """One JSON line a trajectory into rollouts/NAME.jsonl."""
+        self.write_lines(Path("rollouts") / f"{name}.jsonl", map(dump_record, trajectories))
+
+    def keep(self, step: int, trajectories: list[Trajectory], cfg, actor, tokenizer) -> None:
+        """What is left of a step's trajectories: the dump, the trace, the samples, each when it is due. A collective."""
+        if self.cfg.rollout_dump_freq and step % self.cfg.rollout_dump_freq == 0:
+            self.dump(f"{step:06d}", trajectories)
+        if cfg.trainer.trace_groups:
+            self.write_lines(Path("traces") / f"{step:06d}.jsonl", trace_records(trajectories, cfg.trainer.trace_groups, actor, tokenizer, cfg.algorithm.gamma))
+        if self.cfg.samples_every and step % self.cfg.samples_every == 0:
+            self.samples = samples(trajectories)
+
+    def write_lines(self, name: Path, records) -> None:
         if self.rank:
             return
-        path = self.run_dir / "rollouts" / f"{name}.jsonl"
+        path = self.run_dir / name
         path.parent.mkdir(exist_ok=True)
         with open(path, "w") as file:
-            file.writelines(to_json(dump_record(t)) + "\n" for t in trajectories)
+            file.writelines(to_json(record) + "\n" for record in records)
 
     def failures(self, name: str, groups: list) -> None:
         """The traceback of every session that failed into rollouts/NAME.failed.jsonl, and a line about the first."""
@@ -162,8 +187,8 @@ class Logger:
         self.say(f"the run's files are in {self.run_dir}: {', '.join(sorted(p.name for p in self.run_dir.iterdir())) if self.rank == 0 else ''}")
         if self.bar:
             self.bar.close()
-        if self.wandb:
-            self.wandb.finish()
+        if self.trackers:
+            self.trackers.finish()
 
 
 def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps: int) -> Logger:
@@ -179,19 +204,6 @@ def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps:
         print(settings)
         print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {cfg.run_dir} is now in {aside}" if aside else f"a new run in {cfg.run_dir}", flush=True)
     return Logger(cfg.log, cfg.run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
-
-
-def to_json(record: dict) -> str:
-    """One line that any JSON reader takes: NaN and infinities, which JSON lacks, as null, and what is no JSON as text."""
-
-    def plain(value):
-        if isinstance(value, dict):
-            return {str(k): plain(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(v) for v in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(record), default=str, allow_nan=False)
 
 
 def validation_means(metrics: dict[str, float]) -> list[str]:
@@ -221,12 +233,3 @@ def git_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + (" with local changes" if changed else "")
-
-
-def dump_record(t: Trajectory) -> dict:
-    advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
-    return {
-        "key": t.key, "row": t.task.index, "data_source": t.task.data_source, "prompt": t.task.messages, "response": t.response, "ground_truth": t.task.ground_truth,
-        "score": t.score, "score_parts": t.score_parts, "advantage": advantage, "finish_reason": t.finish_reason,
-        "prompt_length": t.prompt_length, "response_length": t.response_length, "num_turns": t.num_turns, "weight_version": t.weight_version, "error": t.error,
-    }  # fmt: skip

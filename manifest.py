@@ -1,4 +1,5 @@
 """Folders that are complete or not there at all: what a checkpoint's manifest says, and how its files get onto the disk. And an earlier run's folder, which makes room."""
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ def say(text: str) -> None:
 
 def newest(folder: Path) -> Path | None:
     """The complete checkpoint that was saved last; says which later ones are not complete."""
+    name_again(folder)
     marker = folder / "latest"
     named = [folder / marker.read_text().strip()] if marker.exists() else []  # may be gone
     reasons = {path: damage(path) for path in sorted({*folder.glob("step-*"), *named})}
@@ -26,6 +28,13 @@ def newest(folder: Path) -> Path | None:
     if reasons and not chosen:
         raise ValueError(f"no checkpoint in {folder} is complete: set checkpoint.resume=never to start afresh, or to the folder of another one")
     return chosen
+
+
+def name_again(folder: Path) -> None:
+    """A checkpoint that was making room for a new one of its step when a kill came gets its name back."""
+    for old in folder.glob(".step-*.old"):
+        with contextlib.suppress(OSError):  # another rank did it, or the new one is there
+            os.rename(old, folder / old.stem.removeprefix("."))
 
 
 def damage(folder: Path) -> str | None:

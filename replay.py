@@ -82,7 +82,7 @@ def replay(folder: Path) -> dict[str, tuple[float, float]]:
     cfg = load_config(["--config", str(folder.parent.parent / "config.yaml")])
     cfg = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, path=str(folder / "hf"), fsdp_size=-1))
     actor = Actor(cfg.actor, make_accelerator(cfg.actor), len(load_tokenizer(cfg.actor.path)), cfg.rollout.temperature)
-    actor.fullest = 0
+    actor.start_step()
     mini_batch = [read_trajectory(line, found["old_logprobs_from"] == "update") for line in (folder / "mini_batch.jsonl").read_text().splitlines()]
     metrics = reduce_sums(actor.backward(mini_batch, cfg.loss)) | {"actor/grad_norm": actor.gradient()[1]}
     return {name: (value, metrics.get(name, float("nan"))) for name, value in found["metrics"].items()}

@@ -103,13 +103,12 @@ def train(cfg: Config) -> None:
         log.add(rollout_metrics(trajectories) | ({} if cfg.loss.bypass_mode else rollout_mismatch(trajectories)))
 
         # Dump and record come before the checkpoint: a kill between them does a step again, and none is lost. The next record has the time that saving took.
-        if cfg.log.rollout_dump_freq and step % cfg.log.rollout_dump_freq == 0:
-            log.dump(f"{step:06d}", trajectories)
+        log.keep(step, trajectories, cfg, actor, tokenizer)
         log.end_step(step)
         ends = told_to_stop(actor.device)
         if is_due(step + 1, total_steps, cfg.checkpoint.save_freq) or (ends and cfg.checkpoint.save_freq):
             with log.timer("save_checkpoint"):
-                state = {"stream": stream.state_dict(), "kl_coef": kl_coef, "wandb_id": log.wandb and log.wandb.id, "skipped": recorder.skipped, "config": dataclasses.asdict(cfg)}
+                state = {"stream": stream.state_dict(), "kl_coef": kl_coef, "wandb_id": log.trackers and log.trackers.wandb_id, "skipped": recorder.skipped, "config": dataclasses.asdict(cfg)}
                 save(cfg.checkpoint, cfg.run_dir, step + 1, actor, state, tokenizer)
         if ends:
             log.say(f"told to end (SIGTERM) after {step + 1} steps" + (": saved, the same command goes on from there" if cfg.checkpoint.save_freq else ", not saved: checkpoint.save_freq=0"))

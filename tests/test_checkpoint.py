@@ -175,7 +175,7 @@ def test_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, write, again)
                 break
             except Killed:
                 pass
-        assert find(CheckpointConfig(), folder).name in ("step-000001", "step-000002")
+        assert find(CheckpointConfig(), folder).name in (["step-000002"] if again else ["step-000001", "step-000002"])
         write(3, keep=1, run_dir=folder)
         assert names(folder) == ["latest", "step-000003"]
     assert moment > 15

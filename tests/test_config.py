@@ -300,7 +300,7 @@ TYRO = {  # what tyro refuses: message on stderr, exit code 2
     "a text for a float or None": ("loss: {clip_ratio_high: wide}\n", [], ["--loss.clip-ratio-high", "'wide'"]),
     "one number for two": ("actor: {path: m, betas: [0.9]}\n", [], ["--actor.betas"]),
     "not a choice": ("actor: {path: m, dtype: fp8}\n", [], ["--actor.dtype", "'fp8'", "bfloat16"]),
-    "not a choice in a tuple": ("log: {logger: [console, tensorboard]}\n", [], ["--log.logger", "'tensorboard'", "wandb"]),
+    "not a choice in a tuple": ("log: {logger: [console, mlflow]}\n", [], ["--log.logger", "'mlflow'", "wandb"]),
     "truncation": ("", ["--data.truncation", "middel"], ["--data.truncation", "'middel'", "middle"]),
     "kl_loss_type": ("", ["--loss.kl-loss-type", "k9"], ["loss.kl_loss_type=k9", "low_var_kl"]),
     "kl_penalty": ("", ["--algorithm.kl-penalty", "k9"], ["algorithm.kl_penalty=k9", "low_var_kl"]),

@@ -99,3 +99,23 @@ def test_killed_launcher_leaves_nothing_behind(tiny, tmp_path):
     process, metrics = start(tiny, tmp_path, 2)
     process.kill()
     wait_until_gone(tmp_path, 45)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_error_that_quotes_what_a_policy_wrote_is_spelt_out(tmp_path, processes):
+    """Its own, and that of what it came from; also where torchrun shows it again."""
+    script = tmp_path / "quotes.py"
+    script.write_text(rf"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import launch
+def main():
+    try:
+        int("4\x1b[2J")
+    except ValueError as error:
+        raise RuntimeError("no number: \x1b]0;title\x07") from error
+launch.run(main)
+""")
+    result = launch([], processes, script=script)
+    assert result.returncode != 0 and "no number: \\x1b]0;title\\x07" in result.stderr and "'4\\x1b[2J'" in result.stderr
+    assert not {"\x1b[2J", "\x1b]0", "\x07"} & {word for word in ("\x1b[2J", "\x1b]0", "\x07") if word in result.stderr}

@@ -1,0 +1,110 @@
+"""What a run keeps of its trajectories, as JSON lines: all of them as text (rollouts/), and of some prompt groups every token with
+every number that belongs to it, from the prompt to the update that used it (traces/). And a few of them as a table for the eye."""
+import json
+import math
+import unicodedata
+
+import torch
+
+from batch import Trajectory, gather, group_by_prompt
+
+DIGITS = 7  # significant digits of a float in a trace, which float32 has
+
+
+def to_json(record: dict) -> str:
+    """One line that any JSON reader takes: NaN and infinities, which JSON lacks, as null, and what is no JSON as text."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(v) for v in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(record), default=str, allow_nan=False)
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: a policy's output, or a user's error that quotes it, may hold escape sequences."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\x{ord(c):02x}" for c in text)
+
+
+def dump_record(t: Trajectory) -> dict:
+    advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
+    return {
+        "key": t.key, "row": t.task.index, "data_source": t.task.data_source, "prompt": t.task.messages, "response": t.response, "ground_truth": t.task.ground_truth,
+        "score": t.score, "score_parts": t.score_parts, "advantage": advantage, "finish_reason": t.finish_reason,
+        "prompt_length": t.prompt_length, "response_length": t.response_length, "num_turns": t.num_turns, "weight_version": t.weight_version, "error": t.error,
+    }  # fmt: skip
+
+
+def trace_records(trajectories: list[Trajectory], num_groups: int, actor, tokenizer, gamma: float) -> list[dict]:
+    """The first num_groups prompt groups of a step that was just trained on, a record a trajectory. A collective: a rank knows the entropies that it computed.
+
+    Lists are [L], about the token at the same place: `pieces` its text, `returns` the discounted sum of token_level_rewards from it on.
+    `consumed` names each optimizer step of the training step, its micro-batch and the rank; `sync_step` the training step whose sync
+    brings the updated weights to vLLM.
+    """
+    traced = [t for group in group_by_prompt(trajectories)[:num_groups] for t in group]
+    entropies = {key: values for share in gather([{t.key: actor.entropies[t.key].tolist() for t in traced if t.key in actor.entropies}]) for key, values in share.items()}
+    records = []
+    for t in traced:
+        record = dump_record(t) | {
+            "uid": t.uid, "session_id": t.session_id, "index": t.index, "seq_length": len(t.tokens), "mask_sum": sum(t.response_mask), "loss_mask_sum": int(t.loss_mask.sum()),
+            "consumed": consumed(t, actor.plans), "sync_step": actor.version, "tokens": t.tokens, "pieces": tokenizer.batch_decode([[token] for token in t.tokens]),
+            "response_mask": t.response_mask, "loss_mask": t.loss_mask.int().tolist(),
+        }  # fmt: skip
+        floats = {name: getattr(t, name) for name in ("token_level_rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")}
+        floats |= {"returns": returns(t, gamma), "entropy": entropies.get(t.key)}
+        records.append(record | {name: rounded(values) for name, values in floats.items()})
+    return records
+
+
+def consumed(t: Trajectory, plans: list) -> list[dict]:
+    """Where each optimizer step took a trajectory: `[{"update", "micro_batch", "rank"}]`, all from 0."""
+    places = []
+    for update, (mini_batch, plan) in enumerate(plans):
+        index = next((i for i, other in enumerate(mini_batch) if other is t), None)
+        for rank, micro_batches in enumerate(plan):
+            places += [{"update": update, "micro_batch": number, "rank": rank} for number, indices in enumerate(micro_batches) if index in indices]
+    return places
+
+
+def returns(t: Trajectory, gamma: float) -> list[float]:
+    """[L] what follows each sampled token, itself included; observations neither earn nor discount. 0 before the first sampled token."""
+    values, running = [0.0] * len(t.tokens), 0.0
+    for i in reversed(range(t.prompt_length, len(t.tokens))):
+        if t.loss_mask[i]:
+            running = float(t.token_level_rewards[i]) + gamma * running
+        values[i] = running
+    return values
+
+
+def rounded(values) -> list[float] | None:
+    if values is None:
+        return None
+    return [float(f"{x:.{DIGITS}g}") for x in (values.tolist() if isinstance(values, torch.Tensor) else values)]
+
+
+def samples(trajectories: list[Trajectory], most: int = 4) -> list[dict]:
+    """A step's best and worst trajectory, and others spread evenly between them by score: dump records, best first."""
+    ranked = sorted((t for t in trajectories if t.score == t.score), key=lambda t: -t.score)
+    places = {round(i * (len(ranked) - 1) / max(most - 1, 1)) for i in range(most)} if ranked else ()
+    return [dump_record(ranked[place]) for place in sorted(places)]
+
+
+def sample_table(records: list[dict], width: int) -> str:
+    """Score, advantage and the ends of prompt and response, a line each, `width` columns wide."""
+    room = max((width - 20) // 2, 20)
+    lines = [f"{'score':>7} {'adv':>7}  {'prompt':<{room}} response"]
+    for r in records:
+        prompt = r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1]["content"]
+        advantage = "" if r["advantage"] is None else f"{r['advantage']:.2f}"
+        lines.append(f"{r['score']:7.2f} {advantage:>7}  {one_line(prompt, room):<{room}} {one_line(r['response'], room)}")
+    return "\n".join(lines)
+
+
+def one_line(text, room: int) -> str:
+    """The end of a text, where answers are, on one line of at most `room` columns."""
+    text = printable(" ".join(str(text).split()))
+    return text if len(text) <= room else "…" + text[1 - room :]

@@ -1,0 +1,57 @@
+"""Records, traces and samples, of made-up trajectories; and that nothing a policy writes reaches a terminal as a command."""
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import make_trajectory
+
+from dump import consumed, one_line, printable, returns, sample_table, samples, trace_records
+
+
+def told(t, loss_mask=None, rewards=None):
+    t.loss_mask = torch.tensor(t.response_mask if loss_mask is None else loss_mask, dtype=torch.bool)
+    t.token_level_rewards = torch.zeros(len(t.tokens)) if rewards is None else torch.tensor(rewards, dtype=torch.float32)
+    return t
+
+
+def test_returns_discount_at_sampled_tokens_only():
+    t = told(make_trajectory(prompt=2, response=(1, 1, 0, 1)), rewards=[0, 0, 0.5, 0, 0, 1.0])
+    assert returns(t, 0.5) == [0, 0, 0.5 + 0.5 * 0.5, 0.5, 1.0, 1.0]
+    assert returns(t, 1.0) == [0, 0, 1.5, 1.0, 1.0, 1.0]
+    assert returns(told(t, loss_mask=[0, 0, 1, 1, 0, 0], rewards=[0, 0, 0, 0, 0, 1.0]), 1.0)[2:] == [0, 0, 0, 0], "what is left out of the loss earns nothing"
+
+
+def test_consumed_names_every_update_of_several_epochs():
+    a, b = make_trajectory(), make_trajectory()  # equal, and not the same
+    plans = [([a, b], [[[1]], [[0]]]), ([b], [[[0]], [[]]]), ([b, a], [[[], [1]], [[0], []]])]
+    assert consumed(a, plans) == [{"update": 0, "micro_batch": 0, "rank": 1}, {"update": 2, "micro_batch": 1, "rank": 0}]
+    assert consumed(make_trajectory(), plans) == []
+
+
+def test_only_the_first_groups_are_traced():
+    group = [told(make_trajectory(uid=uid, session_id=i, old=[-0.25] * 3, advantages=[0.5] * 3)) for uid in "ab" for i in range(2)]
+    actor = SimpleNamespace(entropies={t.key: torch.ones(6) for t in group[:1]}, plans=[(group, [[[0, 1], [2, 3]]])], version=5)
+    tokenizer = SimpleNamespace(batch_decode=lambda rows: [f"<{row[0]}>" for row in rows])
+    trace = trace_records(group, 1, actor, tokenizer, 1.0)
+    assert [t["uid"] for t in trace] == ["a", "a"] and trace[0]["pieces"][0] == "<10>" and trace[0]["sync_step"] == 5
+    assert trace[0]["entropy"] == [1.0] * 6 and trace[1]["entropy"] is None and trace[0]["old_logprobs"] == [0, 0, 0, -0.25, -0.25, -0.25]
+
+
+def test_samples_are_the_best_the_worst_and_some_between():
+    group = [make_trajectory(score=score) for score in (0.1, math.nan, 0.9, 0.5, 0.3, 0.7)]
+    assert [r["score"] for r in samples(group, 3)] == [0.9, 0.5, 0.1]
+    assert [r["score"] for r in samples(group[:1], 4)] == [0.1] and samples(group[1:2]) == []
+
+
+def test_table_fits_its_width_and_shows_the_ends_of_texts():
+    t = make_trajectory(score=1.0, advantages=[0.5] * 3)
+    t.task.messages, t.response = [{"role": "user", "content": "so many words\n" * 20 + "2+2="}], "reasons, " * 50 + "4"
+    head, line = sample_table(samples([t]), 80).splitlines()
+    assert len(line) <= 80 and "2+2= …" in line and line.endswith("reasons, 4") and line.split()[:2] == ["1.00", "0.50"]
+    assert len(one_line("x" * 100, 10)) == 10
+
+
+@pytest.mark.parametrize("text, shown", [("a\x1b[2Jb", "a\\x1b[2Jb"), ("\x9b31m", "\\x9b31m"), ("a\rb\x07", "a\\x0db\\x07"), ("\u202egnp.exe", "\\x202egnp.exe"), ("\ud800", "\\xd800"), ("two\nlines\té 数 🙂", "two\nlines\té 数 🙂")])
+def test_what_a_terminal_would_obey_is_spelt_out(text, shown):
+    assert printable(text) == shown
