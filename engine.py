@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from agent import Reply, stop_token_ids
+from scheduler import OUTCOME, lean_scheduler
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
 
@@ -118,6 +119,7 @@ class Engine:
             enable_chunked_prefill=torch.cuda.is_available(),  # on the CPU it fails for a seeded prompt that it cuts in two
             max_num_seqs=cfg.rollout.max_num_seqs,
             max_num_batched_tokens=cfg.rollout.max_num_batched_tokens,
+            scheduler_cls=lean_scheduler(asynchronous=torch.cuda.is_available()) if cfg.rollout.lean_scheduler else None,
         )
         self.model = vllm_model(self.llm)
         forbid_tokens_from(self.model, self.num_tokens)
@@ -186,12 +188,12 @@ class Engine:
         self.orders[0].append((name, tokens, params))
         self.news.set()
         try:
-            output = await self.waiting[name]
+            output, logprobs = await self.waiting[name]
         except asyncio.CancelledError:
             self.waiting.pop(name, None)
             self.orders[1].append(name)
             raise
-        reply = Reply(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason)
+        reply = Reply(list(output.token_ids), logprobs, output.finish_reason)
         assert len(reply.tokens) == len(reply.logprobs), f"vLLM gave {len(reply.tokens)} tokens and {len(reply.logprobs)} log-probs"
         return reply
 
@@ -263,7 +265,7 @@ class Engine:
         for output in self._turn(*orders):
             future = self.waiting.pop(output.request_id, None)
             if future and not future.done():
-                future.set_result(output.outputs[0])
+                future.set_result((output.outputs[0], (output.kv_transfer_params or {}).get(OUTCOME) or list(output.outputs[0].logprobs.logprobs)))
 
     def _turn(self, requests: list, aborted: list[str]) -> list:
         """One step of vLLM, after adding and aborting what the leader says; the requests that it finished."""

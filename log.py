@@ -64,7 +64,9 @@ class Logger:
             run_dir.mkdir(parents=True, exist_ok=True)
             before = keep_lines_before(run_dir / "metrics.jsonl", first_step)
             self.first_val = next((record for record in before if validation_means(record)), {})
-            self.doctor = Doctor(settings, before)
+            self.doctor = Doctor(settings)
+            for record in before:
+                self.doctor.lines(record)
             for path in (run_dir / "rollouts").glob("*.failed.jsonl"):  # of steps that are done again; dumps are overwritten, these grow
                 if int(path.name.removeprefix("val-").partition(".")[0]) >= first_step:
                     path.unlink()

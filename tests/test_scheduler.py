@@ -1,0 +1,165 @@
+"""scheduler.py beside vLLM's own scheduler: the same tokens, log-probs and ends, request by request, in every order of events."""
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scheduler import lean_scheduler
+
+VAL = type("Sampling", (), {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
+
+
+class Schedule:
+    """Puts a scheduler of the same settings into the engine's core, and its own back."""
+
+    def __init__(self, engine, kind):
+        self.core, self.llm, self.kind = engine.llm.llm_engine.engine_core.engine_core, engine.llm, kind
+
+    def __enter__(self):
+        own = self.own = self.core.scheduler
+        assert not own.has_requests()
+        self.core.scheduler = self.kind(
+            vllm_config=own.vllm_config, kv_cache_config=own.kv_cache_config, structured_output_manager=own.structured_output_manager, include_finished_set=False, log_stats=False,
+            block_size=own.block_size, hash_block_size=own.hash_block_size,
+        )  # fmt: skip
+        return self.core.scheduler
+
+    def __exit__(self, *_):
+        self.core.scheduler = self.own
+
+
+@pytest.fixture(scope="module")
+def awake(cfg, tokenizer, accelerator):
+    """An engine with an actor's weights, whose sequences are longer than the KV cache's blocks of 128 tokens."""
+    from actor import Actor
+    from engine import Engine
+    from sync_weights import sync_weights
+
+    cfg = replace(cfg, data=replace(cfg.data, max_prompt_length=300, max_response_length=150), rollout=replace(cfg.rollout, max_num_seqs=64))
+    engine = Engine(cfg, tokenizer)
+    sync_weights(Actor(cfg.actor, accelerator, len(tokenizer), 1.0), engine, cfg.sync, [])
+    yield engine
+    engine.sleep()
+
+
+def play(engine, kind, sessions, few_blocks=None, few_seqs=None):
+    """Replies of the sessions, with a scheduler of this kind; the tokens of each step, and the most preemptions of a request."""
+    with Schedule(engine, kind) as scheduler:
+        preempted, steps = [0], []
+        if few_seqs:
+            scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = few_seqs
+        if few_blocks:  # what is taken from the pool leaves room for few sequences
+            pool = scheduler.kv_cache_manager.block_pool
+            held = pool.get_new_blocks(pool.get_num_free_blocks() - few_blocks)
+        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+
+        def counted(request, *args, **kwargs):
+            preempted.append(request.num_preemptions + 1)
+            return preempt(request, *args, **kwargs)
+
+        def counting(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            steps.append(output.total_num_scheduled_tokens)  # fewer where the prefix cache had some
+            return output
+
+        scheduler._preempt_request, scheduler.schedule = counted, counting
+        engine.num_requests = 0
+        replies = engine.drive([session(engine) for session in sessions])
+        if few_blocks:
+            pool.free_blocks(held)
+        assert not scheduler.requests and scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == engine_blocks(engine), "every block came back"
+        return replies, steps, max(preempted)
+
+
+def engine_blocks(engine):
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.num_blocks - 1  # one is vLLM's own null block
+
+
+def stock():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return Scheduler
+
+
+def one_turn(prompt, max_tokens, seed):
+    async def session(engine):
+        reply = await engine.generate(prompt, VAL, max_tokens, seed)
+        return reply.tokens, reply.logprobs, reply.finish_reason
+
+    return session
+
+
+def turns(prompt, num, seed):
+    """Each turn's prompt is all that was before: found in the prefix cache, across blocks that decoding filled."""
+
+    async def session(engine):
+        tokens, said = list(prompt), []
+        for turn in range(num):
+            await asyncio.sleep(0)
+            reply = await engine.generate(tokens, VAL, 30, seed + turn)
+            tokens += [*reply.tokens, 5]
+            said.append((reply.tokens, reply.logprobs, reply.finish_reason))
+        return said
+
+    return session
+
+
+def given_up(prompt, seed, after):
+    """Aborted after some turns of the engine."""
+
+    async def session(engine):
+        job = asyncio.ensure_future(engine.generate(prompt, VAL, 12, seed))
+        for _ in range(after):
+            await asyncio.sleep(0)
+        job.cancel()
+        return await asyncio.gather(job, return_exceptions=True) and None
+
+    return session
+
+
+def prompts(n, rng):
+    return [[rng.randrange(5, 90) for _ in range(rng.choice([1, 3, 16, 100, 126, 127, 128, 129, 255, 257]))] for _ in range(n)]
+
+
+CASES = {
+    "all decode": lambda rng: ([one_turn(p, 140, i) for i, p in enumerate(prompts(12, rng))], {}),
+    "lengths of one to 150": lambda rng: ([one_turn(p, rng.choice([1, 2, 5, 149, 150]), i) for i, p in enumerate(prompts(20, rng))], {}),
+    "more than run at once": lambda rng: ([one_turn(p, rng.randrange(1, 60), i) for i, p in enumerate(prompts(20, rng))], {"few_seqs": 3}),
+    "one prompt, many sessions": lambda rng: ([one_turn(p, 60, i) for p in prompts(2, rng) for i in range(8)], {}),
+    "turns": lambda rng: ([turns(p, 4, 100 * i) for i, p in enumerate(prompts(8, rng))], {}),
+    "some are given up": lambda rng: ([*[one_turn(p, 12, i) for i, p in enumerate(prompts(6, rng))], *[given_up(p, i, i) for i, p in enumerate(prompts(9, rng))]], {}),
+    "too few blocks": lambda rng: ([one_turn(p, 150, i) for i, p in enumerate(prompts(12, rng))], {"few_blocks": 9}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_tokens_log_probs_and_ends(awake, case):
+    sessions, knobs = CASES[case](random.Random(case))
+    theirs, steps, preempted = play(awake, stock(), sessions, **knobs)
+    sessions, knobs = CASES[case](random.Random(case))
+    ours, our_steps, our_preempted = play(awake, lean_scheduler(False), sessions, **knobs)
+    assert ours == theirs and our_steps == steps
+    assert our_preempted == preempted and (preempted > 0) == (case == "too few blocks")
+    assert any(reply for reply in theirs)
+
+
+def test_steady_decoding_takes_the_short_way(awake, monkeypatch):
+    """Otherwise the test above compares vLLM with itself."""
+    kind = lean_scheduler(False)
+    short = []
+    monkeypatch.setattr(kind, "schedule_decode", lambda self, requests, real=kind.schedule_decode: short.append(len(requests)) or real(self, requests))
+    _, steps, _ = play(awake, kind, [one_turn(p, 12, i) for i, p in enumerate(prompts(12, random.Random(0)))])
+    assert len(short) >= len(steps) - 2 and max(short) >= 11
+
+
+def test_stop_token_ends_a_request(awake):
+    awake.stop_token_ids, kept = list(range(5, 40)), awake.stop_token_ids
+    try:
+        theirs, _, _ = play(awake, stock(), [one_turn(p, 12, i) for i, p in enumerate(prompts(12, random.Random(1)))])
+        ours, _, _ = play(awake, lean_scheduler(False), [one_turn(p, 12, i) for i, p in enumerate(prompts(12, random.Random(1)))])
+    finally:
+        awake.stop_token_ids = kept
+    assert ours == theirs and {reason for _, _, reason in ours} == {"stop", "length"} or all(reason == "stop" for _, _, reason in ours)
+    assert all(tokens[-1] in range(5, 40) for tokens, _, reason in ours if reason == "stop")
