@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from batch import Batch, Trajectory, collate, group_by_prompt, pack
 from launch import make_plugin
 from loss import count_totals, policy_loss
+from offload import Moments
 
 HEAD_CHUNK_ELEMENTS = 2**28  # logits that the LM head holds at once, in float32: 1 GiB
+VARLEN_OPTIONS: dict[str, bool] = {}  # what this torch's varlen_attn needs to be told; load_model finds out
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to a parameter's name
 
 
@@ -59,8 +61,12 @@ class ActorConfig:
     """Trajectories of a micro-batch when use_dynamic_bsz is off."""
     enable_gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
+    use_torch_compile: bool = False
+    """Compile the layers and the LM head, once for all shapes: a minute more at the first step, fewer passes over memory in each. (Not on the CPU.)"""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights after its forward (ZeRO-3); off keeps them until the backward (ZeRO-2)."""
+    optimizer_offload: bool = False
+    """Keep AdamW's moments on the CPU from the sync of a step to its update, so that vLLM and the log-probs have their memory."""
     fsdp_size: int = -1
     """GPUs that share one copy of weights and optimizer (HSDP); a divisor of all, say those of one host. -1: all; 1: each has a whole copy."""
 
@@ -102,9 +108,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        extra = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
         cu, longest = packing.cu_seqlens, packing.max_seqlen
-        return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, **extra)[None], None
+        return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, **VARLEN_OPTIONS)[None], None
     # No varlen kernel for float32 or the CPU: one padded row a sequence, for this layer's attention only.
     rows, columns = packing.seq_ids, packing.position_ids  # [T]
 
@@ -124,7 +129,7 @@ def head_forward(head, hidden):
     hidden = hidden.reshape(-1, hidden.size(-1))  # [K, hidden]
     rows = max(1, HEAD_CHUNK_ELEMENTS // head.weight.size(0))
     chunks, rest = zip(hidden.split(rows), head.targets.split(rows)), (head.weight, head.bias, head.temperature, head.num_tokens)
-    return torch.cat([checkpoint(head_chunk, h, t, *rest, use_reentrant=False) for h, t in chunks], 1)
+    return torch.cat([checkpoint(head.chunk, h, t, *rest, use_reentrant=False) for h, t in chunks], 1)
 
 
 def head_chunk(hidden, targets, weight, bias, temperature: float, num_tokens: int):
@@ -136,7 +141,7 @@ def head_chunk(hidden, targets, weight, bias, temperature: float, num_tokens: in
     return torch.stack([logprobs, entropy], -1)[None]
 
 
-def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float):
+def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float, compiled: bool = False):
     """A causal LM with packed attention and the chunked log-prob head. ValueError for a model that either would get wrong."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -145,12 +150,22 @@ def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: floa
         if getattr(config, knob, None) not in (None, 1.0):
             raise ValueError(f"actor.path={path}: its config has {knob}, which the packed log-prob forward does not compute; use a model without it")
     AttentionInterface.register("packed", packed_attention)
+    if torch.cuda.is_available():
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # an older one sees by itself that there are fewer key-value heads
+            VARLEN_OPTIONS["enable_gqa"] = True
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
     head = model.get_output_embeddings()
     if num_tokens > head.weight.size(0):
         raise ValueError(f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {head.weight.size(0)}")
     head.targets, head.temperature, head.num_tokens = None, temperature, num_tokens
+    head.chunk = head_chunk
     head.forward = types.MethodType(head_forward, head)
+    if compiled:  # hooks of FSDP and checkpointing stay outside
+        head.chunk = torch.compile(head_chunk, dynamic=True)
+        for layer in (m for m in model.modules() if type(m).__name__ in model._no_split_modules):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     return model
 
 
@@ -210,7 +225,7 @@ class Reference:
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         self.cfg, self.device = actor_cfg, accelerator.device
-        model = load_model(cfg.path or actor_cfg.path, getattr(torch, actor_cfg.dtype), num_tokens, temperature).eval().requires_grad_(False)
+        model = load_model(cfg.path or actor_cfg.path, getattr(torch, actor_cfg.dtype), num_tokens, temperature, actor_cfg.use_torch_compile).eval().requires_grad_(False)
         offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if cfg.param_offload else None
         # The accelerator's state holds one plugin, and preparing changes the plugin: lend it this model's own.
         state = accelerator.state
@@ -229,11 +244,12 @@ class Actor:
 
     def __init__(self, cfg: ActorConfig, accelerator, num_tokens: int, temperature: float):
         self.cfg, self.accelerator, self.device = cfg, accelerator, accelerator.device
-        model = load_model(cfg.path, torch.float32, num_tokens, temperature)
+        model = load_model(cfg.path, torch.float32, num_tokens, temperature, cfg.use_torch_compile)
         optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, fused=self.device.type == "cuda")
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.model.eval()  # no dropout: vLLM has none, and old and current log-probs must be of one policy
         self.num_copies = dist.get_world_size() // next(self.model.parameters()).device_mesh.shape[-1]
+        self.moments = Moments(self.optimizer, self.device)
         self.version = 0  # training steps done
 
     def score(self, trajectories: list[Trajectory]) -> list[torch.Tensor]:
@@ -245,6 +261,7 @@ class Actor:
 
         Trajectories that come without old_logprobs, for a single update, leave with those that it computed.
         """
+        self.moments.load()
         lr = self.cfg.lr * lr_factor(step, total_steps, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -42,6 +42,9 @@ class TrainerConfig:
     trace_groups: int = 1
     """Prompt groups of each step that traces/STEP.jsonl keeps token by token, for `python show.py RUN --step STEP`; 0 for none."""
 
+    check_memory: bool = True
+    """Refuse a run that can't fit into the GPU's memory, before anything is loaded (memory.py; the arithmetic is good to some 15 %)."""
+
     def __post_init__(self):
         if self.trace_groups < 0:
             raise ValueError(f"trainer.trace_groups={self.trace_groups} must not be negative")

@@ -53,10 +53,14 @@ class Ledger:
             yield name, tensor
 
 
+SUMMED_AT_ONCE = 2**24  # elements: torch makes them int64 first
+
+
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements, read as integers, added up. Fusing and splitting tensors, as vLLM does, leaves the sum as it is."""
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+    parts = tensor.detach().contiguous().view(integers).flatten().split(SUMMED_AT_ONCE)
+    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
 def sync_weights(actor, engine, cfg: SyncConfig, probe: list[Task]) -> dict[str, float]:

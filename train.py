@@ -21,6 +21,7 @@ from export import export
 from launch import make_accelerator, run, told_to_stop
 from log import Logger, start_log
 from loss import reject_mismatched, rollout_mismatch
+from memory import preflight
 from metrics import rollout_metrics, validation_metrics
 from replay import Recorder
 from reward import Scorer, check_failures
@@ -47,6 +48,8 @@ def train(cfg: Config) -> None:
         raise ValueError(f"{checkpoint} has done {state['step']} steps, more than the {total_steps} asked for: raise trainer.total_training_steps, or set checkpoint.resume=never")
     check_changes(cfg.checkpoint, state, dataclasses.asdict(cfg))
     log = start_log(cfg, accelerator.process_index, checkpoint, state, total_steps)
+    if cfg.trainer.check_memory:
+        preflight(cfg, len(tokenizer), accelerator.num_processes)
     engine = Engine(cfg, tokenizer, Toolbox(cfg.agent))  # first, since vLLM measures the memory that it finds free
     actor = Actor(cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature)
     reference = Reference(cfg.ref, cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature) if cfg.needs_reference else None
@@ -65,6 +68,8 @@ def train(cfg: Config) -> None:
     for step in range(first_step, total_steps + 1):
         # The sampler gets the weights that the last step left: every trajectory of this step is on-policy.
         with log.timer("sync"):
+            if cfg.actor.optimizer_offload:
+                actor.moments.offload()
             due = step == first_step or (cfg.sync.verify_every > 0 and step % cfg.sync.verify_every == 0)
             log.add(sync_weights(actor, engine, cfg.sync, (train_tasks or val_tasks) if due else []))
         if val_tasks and validation_is_due(cfg, step, total_steps):

@@ -2,10 +2,14 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from gpu_ranks import gradient_difference, work
 from transformers import AutoModelForCausalLM
 
@@ -273,3 +277,38 @@ def test_model_whose_logits_are_changed_after_the_head_is_refused(tiny, tmp_path
 def test_model_smaller_than_its_tokenizer_is_refused(tiny):
     with pytest.raises(ValueError, match="the tokenizer has 1000 tokens"):
         load_model(str(tiny / "model"), torch.float32, 1000, 1.0)
+
+
+COMPILED = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import torch
+from torch._dynamo.utils import counters
+from actor import forward, load_model
+from batch import collate
+from fakes import make_trajectory
+plain, compiled = (load_model({path!r}, torch.float32, 100, 0.7, on) for on in (False, True))
+for lengths in [(3, 9), (5, 2, 7), (1, 20, 4, 4), (30,), (2, 2, 2, 2, 2)]:
+    trajectories = [make_trajectory(prompt=n, response=(1,) * n + (0, 1)) for n in lengths]
+    for t in trajectories:
+        t.tokens = [token % 90 for token in t.tokens]
+    batch = collate(trajectories)
+    grads = []
+    for model in (plain, compiled):
+        logprobs, entropy = forward(model, batch)
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        grads.append((logprobs.detach(), *(p.grad.clone() for p in model.parameters())))
+        model.zero_grad()
+    for name, (a, b) in enumerate(zip(*grads)):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), (lengths, name, (a - b).abs().max())
+print(counters["stats"]["unique_graphs"], len(counters["graph_break"]))
+"""
+
+
+def test_compiled_layers_and_head_compute_the_same_in_one_graph_for_all_shapes(tiny, tmp_path):
+    """In a process of its own: vLLM's CPU build needs compilation off."""
+    script = COMPILED.format(root=str(ROOT), tests=str(ROOT / "tests"), path=str(tiny / "model"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    graphs, breaks = map(int, done.stdout.split())
+    assert graphs <= 4 and breaks == 0, "a layer, the head, and each for a single sequence"

@@ -4,7 +4,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from scheduler import lean_scheduler
 
