@@ -69,7 +69,7 @@ def load_tasks(files: tuple[str, ...], cfg: DataConfig, max_samples: int = -1, k
 
 def read_rows(source: str, knob: str) -> Iterator[tuple[str, dict]]:
     """Every row of a file, a glob, a Hugging Face dataset or a task of reasoning_gym, each with the place it stands at."""
-    read = make_rows if source.startswith(PREFIX) else READERS.get(os.path.splitext(source)[1])
+    read = make_rows if source.startswith(PREFIX) else READERS.get(os.path.splitext(source)[1]) or (make_rows if source.startswith("reasoning_gym/") else None)
     paths = [source] if os.path.isfile(source) or read in (None, make_rows) else sorted(glob.glob(source, recursive=True))
     if not paths:
         raise FileNotFoundError(f"{knob}: there is no file {source!r} (looked from {os.getcwd()})")

@@ -21,6 +21,8 @@ INSTRUCTION = "Think step by step. Then give your final answer between <answer> 
 
 def parse(source: str, knob: str) -> tuple[list[str], dict[str, str]]:
     """Names and options of `reasoning_gym:NAME,NAME?option=value&option=value`; 500 rows of each from seed 0 when it doesn't say."""
+    if not source.startswith(PREFIX):  # as their data_source is written
+        raise ValueError(f"{knob}: {source!r} is no file; rows that reasoning_gym makes are asked for as {PREFIX}{source.partition('/')[2]}")
     names, _, query = source.removeprefix(PREFIX).partition("?")
     pairs = [pair.partition("=") for pair in query.split("&") if pair]
     if not all(names.split(",")) or not all(equals for _, equals, _ in pairs):

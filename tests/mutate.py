@@ -125,6 +125,19 @@ BUGS = [
     Bug("a step goes on after a skipped update", "actor.py", "break  # the rest of the step", "pass  # the rest of the step", "test_replay.py::test_steps_whose_gradient_is_not_finite[inf-1]"),
     Bug("skipped steps add up over good ones", "replay.py", "self.skipped + 1 if bad else 0", "self.skipped + bad", "test_replay.py::test_steps_whose_gradient_is_not_finite[inf-1]"),
     Bug("SIGTERM forgotten", "train.py", "ends = told_to_stop(actor.device)", "ends = False", "test_launch.py::test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there"),
+    Bug("sum of bits over the first part only", "sync_weights.py", "for part in parts]", "for part in parts[:1]]", "test_sync_weights.py::test_sum_of_bits_is_of_the_whole_tensor"),
+    Bug("scheduler: another request's log-prob", "scheduler.py", "values[rows[place] if rows else place]", "values[0]", "test_scheduler.py::test_same_tokens_log_probs_and_ends[all decode]"),
+    Bug("scheduler: who waits is forgotten", "scheduler.py", "if len(self.requests) != len(self.running):", "if False:", "test_scheduler.py::test_same_tokens_log_probs_and_ends[more than run at once]"),
+    Bug("scheduler: preempted requests taken for others", "scheduler.py", "results.logprobs is None or known[name].num_preemptions", "results.logprobs is None", "test_scheduler.py::test_same_tokens_log_probs_and_ends[too few blocks]"),
+    Bug("scheduler: decoded blocks not hashed", "scheduler.py", "r.update_block_hashes()", "pass", "test_scheduler.py::test_same_tokens_log_probs_and_ends[turns]"),
+    Bug("trace: other ranks' entropy lost", "dump.py", "gather([{t.key: actor.entropies[t.key].tolist() for t in traced if t.key in actor.entropies}])", "[{t.key: actor.entropies[t.key].tolist() for t in traced if t.key in actor.entropies}]", "test_show.py::test_trace_has_every_number_of_a_step[two_ranks]"),
+    Bug("trace: observations earn", "dump.py", "if t.loss_mask[i]:", "if True:", "test_dump.py::test_returns_discount_at_sampled_tokens_only"),
+    Bug("escape sequences reach the terminal", "dump.py", 'or unicodedata.category(c)[0] != "C" else', "or True else", "test_dump.py::test_what_a_terminal_would_obey_is_spelt_out"),
+    Bug("an error's quotes reach torchrun as they are", "launch.py", "            clean(error)\n", "", "test_launch.py::test_error_that_quotes_what_a_policy_wrote_is_spelt_out[2]"),
+    Bug("moments stay on the device", "offload.py", "            storage.resize_(0)\n", "            pass\n", "test_offload.py::test_moments_are_really_away_and_come_back"),
+    Bug("moments come back one off", "offload.py", "zip(storages, starts)", "zip(storages, starts[:1] * len(storages))", "test_offload.py::test_a_run_with_moments_that_come_and_go_is_the_same"),
+    Bug("checkpoint between two names is lost", "manifest.py", "    name_again(folder)\n", "", "test_checkpoint.py::test_kill_at_any_moment_leaves_a_complete_checkpoint[True]"),
+    Bug("doctor: a finding is said every step", "doctor.py", "begins or self.count", "True or self.count", "test_doctor.py::test_a_finding_that_lasts_is_said_when_it_begins_and_every_20th_step"),
 ]
 
 

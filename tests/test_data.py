@@ -436,6 +436,11 @@ def test_options_take_the_type_of_their_field(name, text, value):
     assert typed == value and type(typed) is type(value)
 
 
+def test_a_reasoning_gym_data_source_is_not_looked_for_on_the_hub():
+    with pytest.raises(ValueError, match="'reasoning_gym/chain_sum' is no file; rows that reasoning_gym makes are asked for as reasoning_gym:chain_sum"):
+        load_tasks(("reasoning_gym/chain_sum",), DataConfig())
+
+
 @pytest.mark.parametrize(
     "source, says",
     [

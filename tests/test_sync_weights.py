@@ -6,7 +6,7 @@ import torch
 
 from batch import Task
 from rollout import Rollout
-from sync_weights import SyncConfig, SyncError, sync_weights, tolerances
+from sync_weights import SyncConfig, SyncError, bit_sum, sync_weights, tolerances
 from test_actor import LOSS, sequences
 
 PROMPTS = [Task([{"role": "user", "content": f"{n}+1="}], "exact", "") for n in range(10, 14)]
@@ -24,6 +24,14 @@ def test_vllm_agrees_with_the_actor_after_every_sync(cfg, tokenizer, engine, act
         assert engine.weight_version == step
         engine.sleep()
         train_once(actor, tokenizer)
+
+
+def test_sum_of_bits_is_of_the_whole_tensor(monkeypatch):
+    tensor = torch.arange(-50, 50, dtype=torch.float32).view(10, 10).bfloat16()
+    whole = int(tensor.view(torch.int16).sum(dtype=torch.int64))
+    for at_once in (1, 7, 100, 1000):
+        monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
+        assert int(bit_sum(tensor)) == int(bit_sum(tensor.t())) == whole
 
 
 def test_no_probe_no_generation(cfg, engine, actor):
