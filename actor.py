@@ -129,7 +129,8 @@ def head_forward(head, hidden):
     hidden = hidden.reshape(-1, hidden.size(-1))  # [K, hidden]
     rows = max(1, HEAD_CHUNK_ELEMENTS // head.weight.size(0))
     chunks, rest = zip(hidden.split(rows), head.targets.split(rows)), (head.weight, head.bias, head.temperature, head.num_tokens)
-    return torch.cat([checkpoint(head.chunk, h, t, *rest, use_reentrant=False) for h, t in chunks], 1)
+    chunk = getattr(head, "compiled_chunk", head_chunk)
+    return torch.cat([checkpoint(chunk, h, t, *rest, use_reentrant=False) for h, t in chunks], 1)
 
 
 def head_chunk(hidden, targets, weight, bias, temperature: float, num_tokens: int):
@@ -160,10 +161,9 @@ def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: floa
     if num_tokens > head.weight.size(0):
         raise ValueError(f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {head.weight.size(0)}")
     head.targets, head.temperature, head.num_tokens = None, temperature, num_tokens
-    head.chunk = head_chunk
     head.forward = types.MethodType(head_forward, head)
     if compiled:  # hooks of FSDP and checkpointing stay outside
-        head.chunk = torch.compile(head_chunk, dynamic=True)
+        head.compiled_chunk = torch.compile(head_chunk, dynamic=True)
         for layer in (m for m in model.modules() if type(m).__name__ in model._no_split_modules):
             layer.forward = torch.compile(layer.forward, dynamic=True)
     return model

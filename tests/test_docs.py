@@ -13,8 +13,9 @@ from conftest import ROOT
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCS}
+ALL = "\n".join(TEXTS.values())
 CODE = "".join(path.read_text() for path in ROOT.glob("*.py"))
-CLIS = {"quickstart.py": [], "bench.py": [], "replay.py": [], "checkpoint.py": ["export"], "tests/gpu_ranks.py": []}
+CLIS = {"show.py": [], "docs/pictures.py": [], "quickstart.py": [], "bench.py": [], "replay.py": [], "checkpoint.py": ["export"], "tests/gpu_ranks.py": []}
 A_USERS = {"my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
 A_RUNS = {"metrics.jsonl", "config.yaml", "generation_config.json"}
 
@@ -138,7 +139,7 @@ def knobs() -> dict[str, type]:
 def test_knobs_exist(name):
     known = knobs()
     groups = "|".join(sorted({knob.partition(".")[0] for knob in known}))
-    for said in ticks(TEXTS[name]) + [body for language, body in fences(TEXTS[name]) if language != "python"]:
+    for said in ticks(TEXTS[name]) + [body for language, body in fences(TEXTS[name]) if language not in ("python", "py")]:
         for flag, group, knob in re.findall(rf"(?<![\w./-])(--)?({groups})\.([a-z][\w-]*)(?![\w*]|\.\w)", said):
             if knob not in ("py", "jsonl", "yaml", "json"):
                 knob = knob.replace("-", "_") if flag else knob
@@ -157,16 +158,22 @@ def test_numbers_that_can_be_counted():
     from reasoning_gym.factory import DATASETS
     from test_reward import ROWS
 
-    longest, shapes, families, bugs = (int(re.search(pattern, TEXTS["README.md"])[1]) for pattern in (r"none longer than (\d+) lines", r"table of (\d+) real answer", r"the (\d+) task\sfamilies", r"puts (\d+) bugs"))
+    longest, shapes, families, bugs = (int(re.search(pattern, ALL)[1]) for pattern in (r"none longer than (\d+) lines", r"table of (\d+) real answer", r"the (\d+) task\sfamilies", r"puts (\d+) bugs"))
     assert max(len(path.read_text().splitlines()) for path in ROOT.glob("*.py")) <= longest
     assert (shapes, families, bugs) == (len(ROWS), len(set(DATASETS) - {"composite"}), len(mutate.BUGS))
+
+
+def test_lines_of_a_step_are_counted():
+    names, said = re.search(r"Lockstep: ([a-z_ ]+) = ([\d,]+)\.", TEXTS["compared.md"]).groups()
+    lines = sum(len((ROOT / f"{name}.py").read_text().splitlines()) for name in names.split())
+    assert f"{lines:,}" == said and f"| {len(names.split())} files, {said} lines |" in TEXTS["README.md"]
 
 
 def test_curves_end_where_the_readme_says():
     import json
 
     curve = [json.loads(line) for line in (ROOT / "docs" / "runs" / "tool_agent_cpu.jsonl").read_text().splitlines()]
-    said = re.search(r"from (0\.\d+) of the unseen products right \(sampled\) to (0\.\d+), calls from (0\.\d+) a session to (1\.0)", TEXTS["README.md"])
+    said = re.search(r"from (0\.\d+) of the unseen products right \(sampled\) to (0\.\d+), calls from (0\.\d+) a session to (1\.0)", ALL)
     assert [f"{curve[0]['val/exact/mean@1']:.3f}", f"{curve[-1]['val/exact/mean@1']:.3f}"] == [said[1], said[2]]
     assert [f"{curve[0]['agent/tool_calls/mean']:.2f}", f"{curve[-2]['agent/tool_calls/mean']:.1f}"] == [said[3], said[4]]
 

@@ -158,7 +158,7 @@ def test_most_that_is_alive_in_the_head(num_tokens):
     assert (tokens, sampled, rows, several) == (7064, 7064, 2**28 // 151936, True)
     head = torch.nn.Linear(1024, 151936, bias=False, device="meta", dtype=torch.bfloat16)
     head.targets, head.temperature, head.num_tokens = torch.zeros(sampled, dtype=torch.int64, device="meta"), 1.0, num_tokens
-    head.chunk = actor.head_chunk
+    head.compiled_chunk = actor.head_chunk
     hidden = torch.zeros(1, sampled, 1024, dtype=torch.bfloat16, device="meta")
     with Alive([head.weight]) as forward, torch.no_grad():
         actor.head_forward(head, hidden)

@@ -61,11 +61,10 @@ def test_moments_are_really_away_and_come_back(steps):
 def test_run_that_saves_and_resumes_with_its_moments_away(tiny, tmp_path):
     """The moments are back when a checkpoint is written, and those of a checkpoint go away too."""
     runs = {}
-    for name, more in {"plain": [], "away": ["--actor.optimizer-offload"]}.items():
+    for name, more, stops in [("plain", [], ["3"]), ("away", ["--actor.optimizer-offload"], ["1", "3"])]:
         args = flags(tiny, "--log.default-local-dir", str(tmp_path), "--log.experiment-name", name, "--checkpoint.save-freq", "1", *more)
-        for steps in ("2", "4"):
+        for steps in stops:
             done = launch([*args, "--trainer.total-training-steps", steps])
             assert done.returncode == 0, done.stderr[-3000:]
-        assert "resuming from" in done.stdout
         runs[name] = [(r["step"], r.get("reward/mean"), r.get("actor/grad_norm")) for r in read_metrics(tmp_path / name)]
-    assert runs["plain"] == runs["away"] and len(runs["plain"]) == 5
+    assert "resuming from" in done.stdout and runs["plain"] == runs["away"] and len(runs["plain"]) == 4

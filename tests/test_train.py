@@ -188,7 +188,7 @@ def test_two_ranks_that_share_a_vllm_sample_what_one_samples(tiny, tmp_path, age
 def test_sessions_given_up_leave_the_vllm_that_ranks_share(tiny, tmp_path, agents):
     """A session that passes its deadline while it generates: the other rank has to drop its request too."""
     steps = ("--trainer.no-val-before-train", "--trainer.total-training-steps", "3", "--checkpoint.save-freq", "0")
-    metrics, _ = run(tiny, tmp_path, *agents("never_ends"), *steps, "--rollout.session-timeout-s", "0.5", "--rollout.tensor-model-parallel-size", "2", processes=2)
+    metrics, _ = run(tiny, tmp_path, *agents("never_ends"), *steps, "--rollout.session-timeout-s", "2.5", "--rollout.tensor-model-parallel-size", "2", processes=2)
     assert sum(record.get("rollout/groups_lost", 0) for record in metrics) >= 2
     assert all(record["sync/probe_diff_max"] < 1e-4 for record in metrics)
 
