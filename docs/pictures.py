@@ -5,6 +5,7 @@ headless Chromium.
 """
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -74,11 +75,17 @@ def photograph(run: Path) -> None:
         options.add_argument(flag)
     with tempfile.TemporaryDirectory() as folder:
         write_page([run], Path(folder) / "page.html")
-        driver = webdriver.Chrome(options=options)
+        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
         try:
             driver.get(f"file://{folder}/page.html")
             time.sleep(4)
             driver.save_screenshot(str(DOCS / "pictures" / "page_curves.png"))
+            driver.set_window_size(1280, 700)
+            driver.execute_script("document.getElementById('show-browser').click()")
+            time.sleep(1)
+            driver.execute_script("document.querySelector('#list tbody tr').click(); window.scrollTo(0, document.body.scrollHeight)")
+            time.sleep(1)
+            driver.save_screenshot(str(DOCS / "pictures" / "page_rollouts.png"))
         finally:
             driver.quit()
 
