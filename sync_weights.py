@@ -60,7 +60,8 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements, read as integers, added up. Fusing and splitting tensors, as vLLM does, leaves the sum as it is."""
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     parts = tensor.detach().contiguous().view(integers).flatten().split(SUMMED_AT_ONCE)
-    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
+    sums = [part.sum(dtype=torch.int64) for part in parts]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def sync_weights(actor, engine, cfg: SyncConfig, probe: list[Task]) -> dict[str, float]:

@@ -34,7 +34,7 @@ def test_failure_of_one_rank_ends_both_with_its_traceback(tiny, tmp_path, place,
     script = tmp_path / "breaks.py"
     script.write_text(BREAKS.format(root=str(ROOT)))
     env = {"BREAKS_IN": place, "BREAKS_ON": str(rank), "BROKE_AT": str(tmp_path / "time")}
-    result = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--checkpoint.save-freq", "1"), 2, script=script, env=env)
+    result = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--checkpoint.save-freq", "1"), 2, script=script, env=env, accelerate=True)
     took = time.time() - float((tmp_path / "time").read_text())
     assert result.returncode != 0 and took < 15
     assert f"ArithmeticError: broken {place}" in result.stderr
@@ -82,7 +82,7 @@ def test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there(tiny, tmp_path):
     ranks(tmp_path)[0].send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     steps = len(read_metrics(tmp_path / "run"))
-    result = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", str(steps + 1)))
+    result = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", str(steps + 1)), accelerate=True)
     assert result.returncode == 0 and f"step-{steps:06d}" in result.stdout
     assert [m["step"] for m in read_metrics(tmp_path / "run")] == list(range(steps + 2))
 
@@ -116,6 +116,6 @@ def main():
         raise RuntimeError("no number: \x1b]0;title\x07") from error
 launch.run(main)
 """)
-    result = launch([], processes, script=script)
+    result = launch([], processes, script=script, accelerate=True)
     assert result.returncode != 0 and "no number: \\x1b]0;title\\x07" in result.stderr and "'4\\x1b[2J'" in result.stderr
     assert not {"\x1b[2J", "\x1b]0", "\x07"} & {word for word in ("\x1b[2J", "\x1b]0", "\x07") if word in result.stderr}

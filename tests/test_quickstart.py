@@ -16,7 +16,7 @@ def test_quickstart_goes_from_a_third_to_nine_tenths_on_unseen_sums(tmp_path):
     prompts = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
     assert not prompts["train"] & prompts["val"] and len(prompts["val"]) == 256
     done = launch(["--config", str(ROOT / "configs" / "quickstart.yaml"), "--log.default-local-dir", str(tmp_path), "--actor.path", str(folder / "model"),
-                   "--data.train-files", str(folder / "train.jsonl"), "--data.val-files", str(folder / "val.jsonl")])  # fmt: skip
+                   "--data.train-files", str(folder / "train.jsonl"), "--data.val-files", str(folder / "val.jsonl")], accelerate=True)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = read_metrics(tmp_path / "quickstart")
     assert 0.2 <= metrics[0]["val/exact/mean@1"] <= 0.4
@@ -32,7 +32,7 @@ def test_calculator_is_learned(tmp_path):
     accuracies = {}
     for agent in ("tool_agent", "single_turn_agent"):
         steps = "30" if agent == "tool_agent" else "6"
-        done = launch(["--config", str(ROOT / "configs" / "tool_agent.yaml"), *files, "--agent.default-agent-loop", agent, "--log.experiment-name", agent, "--trainer.total-training-steps", steps])
+        done = launch(["--config", str(ROOT / "configs" / "tool_agent.yaml"), *files, "--agent.default-agent-loop", agent, "--log.experiment-name", agent, "--trainer.total-training-steps", steps], accelerate=True)
         assert done.returncode == 0, done.stderr[-3000:]
         accuracies[agent] = [line["val/exact/mean@1"] for line in read_metrics(tmp_path / agent) if "val/exact/mean@1" in line]
     assert accuracies["tool_agent"][0] < 0.3 and accuracies["tool_agent"][-1] > 0.8
