@@ -1,11 +1,17 @@
 """scheduler.py beside vLLM's own scheduler: the same tokens, log-probs and ends, request by request, in every order of events."""
 import asyncio
+import os
+import pickle
 import random
-from dataclasses import replace
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from scheduler import lean_scheduler
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from conftest import ROOT, flags  # noqa: E402
+from scheduler import lean_scheduler  # noqa: E402
 
 VAL = type("Sampling", (), {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 
@@ -27,20 +33,6 @@ class Schedule:
 
     def __exit__(self, *_):
         self.core.scheduler = self.own
-
-
-@pytest.fixture(scope="module")
-def awake(cfg, tokenizer, accelerator):
-    """An engine with an actor's weights, whose sequences are longer than the KV cache's blocks of 128 tokens."""
-    from actor import Actor
-    from engine import Engine
-    from sync_weights import sync_weights
-
-    cfg = replace(cfg, data=replace(cfg.data, max_prompt_length=300, max_response_length=150), rollout=replace(cfg.rollout, max_num_seqs=64))
-    engine = Engine(cfg, tokenizer)
-    sync_weights(Actor(cfg.actor, accelerator, len(tokenizer), 1.0), engine, cfg.sync, [])
-    yield engine
-    engine.sleep()
 
 
 def play(engine, kind, sessions, few_blocks=None, few_seqs=None):
@@ -129,36 +121,69 @@ CASES = {
     "one prompt, many sessions": lambda rng: ([one_turn(p, 60, i) for p in prompts(2, rng) for i in range(8)], {}),
     "turns": lambda rng: ([turns(p, 4, 100 * i) for i, p in enumerate(prompts(8, rng))], {}),
     "some are given up": lambda rng: ([*[one_turn(p, 12, i) for i, p in enumerate(prompts(6, rng))], *[given_up(p, i, i) for i, p in enumerate(prompts(9, rng))]], {}),
+    "stop tokens": lambda rng: ([one_turn(p, 150, i) for i, p in enumerate(prompts(12, rng))], {}),
     "too few blocks": lambda rng: ([one_turn(p, 150, i) for i, p in enumerate(prompts(12, rng))], {"few_blocks": 9}),
 }
 
 
+STOPS = list(range(5, 40))
+
+
+def main(tiny: str, out: str) -> None:
+    """Play every case with vLLM's scheduler and with ours, on an engine whose sequences are longer than the KV cache's blocks of 128 tokens."""
+    from actor import Actor
+    from agent import load_tokenizer
+    from config import load_config
+    from engine import Engine
+    from launch import make_accelerator
+    from sync_weights import sync_weights
+
+    cfg = load_config([*flags(Path(tiny)), "--data.max-prompt-length", "300", "--data.max-response-length", "150", "--actor.ppo-max-token-len-per-gpu", "512", "--rollout.max-num-seqs", "64"])
+    tokenizer, accelerator = load_tokenizer(cfg.actor.path), make_accelerator(cfg.actor)
+    engine = Engine(cfg, tokenizer)
+    sync_weights(Actor(cfg.actor, accelerator, len(tokenizer), 1.0), engine, cfg.sync, [])
+    played, kinds, own_stops = {}, {"vLLM's": stock(), "ours": lean_scheduler(False)}, engine.stop_token_ids
+    short = kinds["ours"].short = []
+    real = kinds["ours"].schedule_decode
+    kinds["ours"].schedule_decode = lambda self, requests: short.append(len(requests)) or real(self, requests)
+    for case in CASES:
+        for name, kind in kinds.items():
+            short.clear()
+            engine.stop_token_ids = STOPS if case == "stop tokens" else own_stops
+            sessions, knobs = CASES[case](random.Random(case))
+            played[case, name] = (*play(engine, kind, sessions, **knobs), list(short))
+    Path(out).write_bytes(pickle.dumps(played))
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def played(tiny, tmp_path_factory):
+    """(replies, tokens of each step, most preemptions, requests of each short step) by case and scheduler. In a process of its own: a second engine ends the first one's groups."""
+    out = tmp_path_factory.mktemp("played") / "out.pickle"
+    done = subprocess.run([sys.executable, __file__, str(tiny), str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return pickle.loads(out.read_bytes())
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_same_tokens_log_probs_and_ends(awake, case):
-    sessions, knobs = CASES[case](random.Random(case))
-    theirs, steps, preempted = play(awake, stock(), sessions, **knobs)
-    sessions, knobs = CASES[case](random.Random(case))
-    ours, our_steps, our_preempted = play(awake, lean_scheduler(False), sessions, **knobs)
-    assert ours == theirs and our_steps == steps
+def test_same_tokens_log_probs_and_ends(played, case):
+    theirs, steps, preempted, _ = played[case, "vLLM's"]
+    ours, our_steps, our_preempted, _ = played[case, "ours"]
+    assert ours == theirs and our_steps == steps and any(theirs)
     assert our_preempted == preempted and (preempted > 0) == (case == "too few blocks")
-    assert any(reply for reply in theirs)
 
 
-def test_steady_decoding_takes_the_short_way(awake, monkeypatch):
+def test_steady_decoding_takes_the_short_way(played):
     """Otherwise the test above compares vLLM with itself."""
-    kind = lean_scheduler(False)
-    short = []
-    monkeypatch.setattr(kind, "schedule_decode", lambda self, requests, real=kind.schedule_decode: short.append(len(requests)) or real(self, requests))
-    _, steps, _ = play(awake, kind, [one_turn(p, 12, i) for i, p in enumerate(prompts(12, random.Random(0)))])
+    _, steps, _, short = played["all decode", "ours"]
     assert len(short) >= len(steps) - 2 and max(short) >= 11
+    assert not played["all decode", "vLLM's"][3]
 
 
-def test_stop_token_ends_a_request(awake):
-    awake.stop_token_ids, kept = list(range(5, 40)), awake.stop_token_ids
-    try:
-        theirs, _, _ = play(awake, stock(), [one_turn(p, 12, i) for i, p in enumerate(prompts(12, random.Random(1)))])
-        ours, _, _ = play(awake, lean_scheduler(False), [one_turn(p, 12, i) for i, p in enumerate(prompts(12, random.Random(1)))])
-    finally:
-        awake.stop_token_ids = kept
-    assert ours == theirs and {reason for _, _, reason in ours} == {"stop", "length"} or all(reason == "stop" for _, _, reason in ours)
-    assert all(tokens[-1] in range(5, 40) for tokens, _, reason in ours if reason == "stop")
+def test_stop_token_ends_a_request(played):
+    replies = played["stop tokens", "ours"][0]
+    assert {reason for _, _, reason in replies} == {"stop"} and all(tokens[-1] in STOPS and not {*tokens[:-1]} & {*STOPS} for tokens, _, _ in replies)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
