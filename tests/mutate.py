@@ -128,7 +128,7 @@ BUGS = [
     Bug("sum of bits over the first part only", "sync_weights.py", "for part in parts]", "for part in parts[:1]]", "test_sync_weights.py::test_sum_of_bits_is_of_the_whole_tensor"),
     Bug("scheduler: another request's log-prob", "scheduler.py", "values[rows[place] if rows else place]", "values[0]", "test_scheduler.py::test_same_tokens_log_probs_and_ends[all decode]"),
     Bug("scheduler: who waits is forgotten", "scheduler.py", "if len(self.requests) != len(self.running):", "if False:", "test_scheduler.py::test_same_tokens_log_probs_and_ends[more than run at once]"),
-    Bug("scheduler: preempted requests taken for others", "scheduler.py", "results.logprobs is None or known[name].num_preemptions", "results.logprobs is None", "test_scheduler.py::test_same_tokens_log_probs_and_ends[too few blocks]"),
+    Bug("scheduler: preempted requests taken for others", "scheduler.py", "results.logprobs is None or known[name].num_preemptions", "results.logprobs is None", "test_scheduler.py::test_the_same_when_steps_are_scheduled_ahead"),
     Bug("scheduler: decoded blocks not hashed", "scheduler.py", "r.update_block_hashes()", "pass", "test_scheduler.py::test_same_tokens_log_probs_and_ends[turns]"),
     Bug("trace: other ranks' entropy lost", "dump.py", "gather([{t.key: actor.entropies[t.key].tolist() for t in traced if t.key in actor.entropies}])", "[{t.key: actor.entropies[t.key].tolist() for t in traced if t.key in actor.entropies}]", "test_show.py::test_trace_has_every_number_of_a_step[two_ranks]"),
     Bug("trace: observations earn", "dump.py", "if t.loss_mask[i]:", "if True:", "test_dump.py::test_returns_discount_at_sampled_tokens_only"),

@@ -1,5 +1,6 @@
 """scheduler.py beside vLLM's own scheduler: the same tokens, log-probs and ends, request by request, in every order of events."""
 import asyncio
+import itertools
 import os
 import pickle
 import random
@@ -11,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import ROOT, flags  # noqa: E402
-from scheduler import lean_scheduler  # noqa: E402
+from scheduler import OUTCOME, lean_scheduler  # noqa: E402
 
 VAL = type("Sampling", (), {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 
@@ -19,12 +20,13 @@ VAL = type("Sampling", (), {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 class Schedule:
     """Puts a scheduler of the same settings into the engine's core, and its own back."""
 
-    def __init__(self, engine, kind):
-        self.core, self.llm, self.kind = engine.llm.llm_engine.engine_core.engine_core, engine.llm, kind
+    def __init__(self, engine, kind, asynchronous=False):
+        self.core, self.kind, self.asynchronous = engine.llm.llm_engine.engine_core.engine_core, kind, asynchronous
 
     def __enter__(self):
         own = self.own = self.core.scheduler
         assert not own.has_requests()
+        own.vllm_config.scheduler_config.async_scheduling = self.asynchronous
         self.core.scheduler = self.kind(
             vllm_config=own.vllm_config, kv_cache_config=own.kv_cache_config, structured_output_manager=own.structured_output_manager, include_finished_set=False, log_stats=False,
             block_size=own.block_size, hash_block_size=own.hash_block_size,
@@ -33,6 +35,7 @@ class Schedule:
 
     def __exit__(self, *_):
         self.core.scheduler = self.own
+        self.own.vllm_config.scheduler_config.async_scheduling = False
 
 
 def play(engine, kind, sessions, few_blocks=None, few_seqs=None):
@@ -129,6 +132,68 @@ CASES = {
 STOPS = list(range(5, 40))
 
 
+def ahead(engine, kind, seed: int, few_blocks: int):
+    """What GPUs have and the CPU lacks: the next step is scheduled before the last one's tokens are there. A made-up model of 24 requests that come
+    at different times, some given up. Returns each request's tokens, log-probs and end, the tokens of each step, and how many were preempted."""
+    import numpy
+    from vllm import SamplingParams
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+
+    with Schedule(engine, kind, asynchronous=True) as scheduler:
+        rng, pool, hasher = random.Random(seed), scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.engine_core.engine_core.request_block_hasher
+        held = pool.get_new_blocks(pool.get_num_free_blocks() - few_blocks)
+        waiting, given_up, at = {}, {}, {}
+        for name in map(str, range(24)):
+            params = SamplingParams(temperature=1.0, max_tokens=rng.choice([1, 2, 60, 150]), logprobs=0, stop_token_ids=[7])
+            prompt = [rng.randrange(5, 90) for _ in range(rng.choice([1, 100, 127, 128, 129, 250]))]
+            waiting[name] = rng.choice([0, 0, rng.randrange(40)]), Request(request_id=name, prompt_token_ids=prompt, sampling_params=params, pooling_params=None, block_hasher=hasher)
+            if rng.random() < 0.2:
+                given_up[name] = rng.randrange(1, 60)
+        made, ended, steps, queue, preempted, step = {name: ([], []) for name in waiting}, {}, [], [], 0, 0
+        while waiting or queue or scheduler.has_requests():
+            for name in [name for name, (when, _) in waiting.items() if when <= step]:
+                scheduler.add_request(waiting.pop(name)[1])
+            for name in [name for name, when in given_up.items() if when == step]:
+                scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            step += 1
+            if scheduler.has_requests():
+                output = scheduler.schedule()
+                names = list(output.num_scheduled_tokens)
+                steps.append(sorted(output.num_scheduled_tokens.items()))
+                preempted += len(output.preempted_req_ids or ())
+                tokens = []
+                for new in output.scheduled_new_reqs:
+                    at[new.req_id] = new.num_computed_tokens, len(new.prompt_token_ids)
+                resumed = dict(zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens))
+                for name in names:
+                    place, whole = at[name]
+                    if name in output.scheduled_cached_reqs.resumed_req_ids:
+                        whole = len(scheduler.requests[name]._all_token_ids)
+                    place = resumed.get(name, place) + output.num_scheduled_tokens[name]
+                    at[name] = place, whole
+                    tokens.append([random.Random(f"{name}/{place}").randrange(5, 90)] if place >= whole else [])
+                rows = len(names)
+                logprobs = LogprobsLists(numpy.zeros((rows, 1)), numpy.array([[-float(at[name][0])] for name in names]).reshape(rows, 1), numpy.zeros(rows), None)
+                if names:
+                    places = {name: i for i, name in enumerate(names)}
+                    queue.append((output, ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens, logprobs=logprobs, prompt_logprobs_dict={}, pooler_output=[])))
+            if queue and (len(queue) == 2 or not steps[-1] or not scheduler.has_requests()):
+                for of in scheduler.update_from_output(*queue.pop(0)).values():
+                    for o in of.outputs:
+                        if o.kv_transfer_params:
+                            made[o.request_id] = list(o.new_token_ids), list(o.kv_transfer_params[OUTCOME])
+                        else:
+                            made[o.request_id][0].extend(o.new_token_ids)
+                            made[o.request_id][1].extend(o.new_logprobs.logprobs[:, 0].tolist())
+                        if o.finish_reason is not None:
+                            ended[o.request_id] = str(o.finish_reason), o.stop_reason
+            assert step < 5000
+        pool.free_blocks(held)
+        assert pool.get_num_free_blocks() == engine_blocks(engine)
+        return {name: (made[name], how) for name, how in ended.items()}, steps, preempted
+
+
 def main(tiny: str, out: str) -> None:
     """Play every case with vLLM's scheduler and with ours, on an engine whose sequences are longer than the KV cache's blocks of 128 tokens."""
     from actor import Actor
@@ -152,6 +217,11 @@ def main(tiny: str, out: str) -> None:
             engine.stop_token_ids = STOPS if case == "stop tokens" else own_stops
             sessions, knobs = CASES[case](random.Random(case))
             played[case, name] = (*play(engine, kind, sessions, **knobs), list(short))
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    for seed, few_blocks in itertools.product(range(8), (60, 12)):
+        for name, kind in {"vLLM's": AsyncScheduler, "ours": lean_scheduler(True)}.items():
+            played[f"ahead {seed} {few_blocks}", name] = ahead(engine, kind, seed, few_blocks)
     Path(out).write_bytes(pickle.dumps(played))
     os._exit(0)
 
@@ -171,6 +241,14 @@ def test_same_tokens_log_probs_and_ends(played, case):
     ours, our_steps, our_preempted, _ = played[case, "ours"]
     assert ours == theirs and our_steps == steps and any(theirs)
     assert our_preempted == preempted and (preempted > 0) == (case == "too few blocks")
+
+
+@pytest.mark.parametrize("few_blocks", [60, 12])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_when_steps_are_scheduled_ahead(played, seed, few_blocks):
+    (theirs, steps, preempted), (ours, our_steps, our_preempted) = (played[f"ahead {seed} {few_blocks}", name] for name in ("vLLM's", "ours"))
+    assert ours == theirs and our_steps == steps and our_preempted == preempted
+    assert len(theirs) > 15 and (preempted > 0) == (few_blocks == 12)
 
 
 def test_steady_decoding_takes_the_short_way(played):
