@@ -2,11 +2,12 @@
 every number that belongs to it, from the prompt to the update that used it (traces/). And a few of them as a table for the eye."""
 import json
 import math
-import unicodedata
+from collections.abc import Iterator
 
 import torch
 
 from batch import Trajectory, gather, group_by_prompt
+from console import one_line
 
 DIGITS = 7  # significant digits of a float in a trace, which float32 has
 
@@ -24,11 +25,6 @@ def to_json(record: dict) -> str:
     return json.dumps(plain(record), default=str, allow_nan=False)
 
 
-def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey: a policy's output, or a user's error that quotes it, may hold escape sequences."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\x{ord(c):02x}" for c in text)
-
-
 def dump_record(t: Trajectory) -> dict:
     advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
     return {
@@ -38,26 +34,43 @@ def dump_record(t: Trajectory) -> dict:
     }  # fmt: skip
 
 
-def trace_records(trajectories: list[Trajectory], num_groups: int, actor, tokenizer, gamma: float) -> list[dict]:
-    """The first num_groups prompt groups of a step that was just trained on, a record a trajectory. A collective: a rank knows the entropies that it computed.
+def trace_records(trajectories: list[Trajectory], num_groups: int, actor, tokenizer, gamma: float) -> Iterator[dict]:
+    """The first num_groups prompt groups of a step that was just trained on, a record a trajectory. `gather_entropies` comes first.
 
     Lists are [L], about the token at the same place: `pieces` its text, `returns` the discounted sum of token_level_rewards from it on.
     `consumed` names each optimizer step of the training step, its micro-batch and the rank; `sync_step` the training step whose sync
     brings the updated weights to vLLM.
     """
-    traced = [t for group in group_by_prompt(trajectories)[:num_groups] for t in group]
-    entropies = {key: values for share in gather([{t.key: actor.entropies[t.key].tolist() for t in traced if t.key in actor.entropies}]) for key, values in share.items()}
-    records = []
-    for t in traced:
+    for t in (t for group in group_by_prompt(trajectories)[:num_groups] for t in group):
         record = dump_record(t) | {
             "uid": t.uid, "session_id": t.session_id, "index": t.index, "seq_length": len(t.tokens), "mask_sum": sum(t.response_mask), "loss_mask_sum": int(t.loss_mask.sum()),
-            "consumed": consumed(t, actor.plans), "sync_step": actor.version, "tokens": t.tokens, "pieces": tokenizer.batch_decode([[token] for token in t.tokens]),
+            "consumed": consumed(t, actor.plans), "sync_step": actor.version, "tokens": t.tokens, "pieces": pieces(t.tokens, tokenizer),
             "response_mask": t.response_mask, "loss_mask": t.loss_mask.int().tolist(),
         }  # fmt: skip
         floats = {name: getattr(t, name) for name in ("token_level_rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")}
-        floats |= {"returns": returns(t, gamma), "entropy": entropies.get(t.key)}
-        records.append(record | {name: rounded(values) for name, values in floats.items()})
-    return records
+        floats |= {"returns": returns(t, gamma), "entropy": actor.entropies.get(t.key)}
+        yield record | {name: rounded(values) for name, values in floats.items()}
+
+
+def gather_entropies(trajectories: list[Trajectory], num_groups: int, actor) -> None:
+    """Give rank 0 the traced groups' entropies, of which each rank knows those that it computed. A collective."""
+    traced = {t.key for group in group_by_prompt(trajectories)[:num_groups] for t in group}
+    for share in gather([{key: values.cpu() for key, values in actor.entropies.items() if key in traced}]):
+        actor.entropies |= share
+
+
+def pieces(tokens: list[int], tokenizer) -> list[str]:
+    """The text of each token as it stands in its sequence. A character of several tokens belongs to the one that completes it."""
+    texts, start, read, known = [], 0, 0, {}
+    for i, token in enumerate(tokens):
+        window = (*tokens[start:read], token)
+        if i > read or window not in known:
+            before, now = tokenizer.decode(tokens[start:read]), tokenizer.decode(tokens[start : i + 1])
+            known[window] = "" if now.endswith("\ufffd") else now[len(before) :]
+        texts.append(known[window])
+        if texts[-1] or i - read >= 8:  # no character has that many tokens: this one is no text
+            start, read = read, i + 1
+    return texts
 
 
 def consumed(t: Trajectory, plans: list) -> list[dict]:
@@ -98,13 +111,7 @@ def sample_table(records: list[dict], width: int) -> str:
     room = max((width - 20) // 2, 20)
     lines = [f"{'score':>7} {'adv':>7}  {'prompt':<{room}} response"]
     for r in records:
-        prompt = r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1]["content"]
+        prompt = r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1].get("content")
         advantage = "" if r["advantage"] is None else f"{r['advantage']:.2f}"
         lines.append(f"{r['score']:7.2f} {advantage:>7}  {one_line(prompt, room):<{room}} {one_line(r['response'], room)}")
     return "\n".join(lines)
-
-
-def one_line(text, room: int) -> str:
-    """The end of a text, where answers are, on one line of at most `room` columns."""
-    text = printable(" ".join(str(text).split()))
-    return text if len(text) <= room else "…" + text[1 - room :]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dump import printable
+from console import printable
 
 PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # a rank that has sampled waits for the slowest, whose sessions may take rollout.group_timeout_s
@@ -42,21 +42,16 @@ def run(main) -> None:
             time.sleep(1.0)  # was it the end of another rank that this one noticed? Then its error is the one to read
             if sibling_ended():
                 os._exit(1)
-            clean(error)
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(error)  # torchrun shows it once more, last
+            try:
+                raise RuntimeError(printable(traceback.format_exc())) from None
+            except RuntimeError as shown:
+                get_error_handler().record_exception(shown)  # torchrun shows it once more, last
         print(printable(f"error: {error}" if users else traceback.format_exc()), file=sys.stderr, flush=True)
         os._exit(2 if users else 1)
     sys.stdout.flush()
     os._exit(0)  # a thread that an agent left behind would hold the process, and the GPU
-
-
-def clean(error: BaseException) -> None:
-    """Take what a terminal would obey out of an error's words, and of those behind it: they may quote a policy's output."""
-    while error:
-        error.args = tuple(printable(arg) if isinstance(arg, str) else arg for arg in error.args)
-        error = error.__cause__ or error.__context__
 
 
 def end_with_launcher() -> None:

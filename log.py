@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,8 +20,9 @@ import torch.distributed as dist
 import yaml
 
 from batch import Trajectory
+from console import printable
 from doctor import Doctor
-from dump import dump_record, printable, sample_table, samples, to_json, trace_records
+from dump import dump_record, gather_entropies, sample_table, samples, to_json, trace_records
 from manifest import move_aside, write_durably
 from tracking import Trackers
 
@@ -57,8 +59,7 @@ class Logger:
         self.cfg, self.run_dir, self.rank, self.total_steps = cfg, run_dir, rank, total_steps
         self.metrics: dict[str, float] = {}
         self.seconds, self.steps_timed, self.started = 0.0, 0, time.perf_counter()
-        self.first_val, self.last_val, self.memory = {}, {}, {}
-        self.samples: list[dict] = []
+        self.first_val, self.last_val, self.memory, self.samples = {}, {}, {}, []
         self.trackers = self.bar = None
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -76,8 +77,7 @@ class Logger:
                 self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
             self.trackers = Trackers(cfg, run_dir, first_step, settings, wandb_id)
 
-    def start_clock(self) -> None:
-        """Steps are timed from here."""
+    def start_clock(self) -> None:  # of the first step
         self.started = time.perf_counter()
 
     @contextlib.contextmanager
@@ -156,18 +156,20 @@ class Logger:
         """What is left of a step's trajectories: the dump, the trace, the samples, each when it is due. A collective."""
         if self.cfg.rollout_dump_freq and step % self.cfg.rollout_dump_freq == 0:
             self.dump(f"{step:06d}", trajectories)
-        if cfg.trainer.trace_groups:
+        if cfg.trainer.trace_groups and step % cfg.trainer.trace_freq == 0:
+            gather_entropies(trajectories, cfg.trainer.trace_groups, actor)
             self.write_lines(Path("traces") / f"{step:06d}.jsonl", trace_records(trajectories, cfg.trainer.trace_groups, actor, tokenizer, cfg.algorithm.gamma))
         if self.cfg.samples_every and step % self.cfg.samples_every == 0:
             self.samples = samples(trajectories)
 
-    def write_lines(self, name: Path, records) -> None:
-        if self.rank:
-            return
-        path = self.run_dir / name
-        path.parent.mkdir(exist_ok=True)
-        with open(path, "w") as file:
-            file.writelines(to_json(record) + "\n" for record in records)
+    def write_lines(self, name: Path, records: Iterable[dict]) -> None:
+        """A file of them, there when it is whole."""
+        if self.rank == 0:
+            path = self.run_dir / name
+            path.parent.mkdir(exist_ok=True)
+            with open(path.with_name(f".{path.name}"), "w") as file:
+                file.writelines(to_json(record) + "\n" for record in records)
+            os.replace(path.with_name(f".{path.name}"), path)
 
     def failures(self, name: str, groups: list) -> None:
         """The traceback of every session that failed into rollouts/NAME.failed.jsonl, and a line about the first."""
@@ -194,18 +196,19 @@ class Logger:
 
 
 def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps: int) -> Logger:
-    """The run's folder, with the resolved configuration in it and on the console."""
+    """The run's folder, with the resolved configuration in it and on the console. A validation alone has one of its own in it, and leaves the run as it is."""
+    run_dir = cfg.run_dir / "val-only" if cfg.trainer.val_only else cfg.run_dir
     if rank == 0:
-        aside = None if checkpoint else move_aside(cfg.run_dir)
+        aside = None if checkpoint and not cfg.trainer.val_only else move_aside(run_dir)
         try:
-            cfg.run_dir.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"log.default_local_dir={cfg.log.default_local_dir}: no folder can be made there: {error}") from error
         settings = to_yaml(cfg)
-        write_durably(cfg.run_dir / "config.yaml", settings)
+        write_durably(run_dir / "config.yaml", settings)
         print(settings)
-        print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {cfg.run_dir} is now in {aside}" if aside else f"a new run in {cfg.run_dir}", flush=True)
-    return Logger(cfg.log, cfg.run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
+        print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {run_dir} is now in {aside}" if aside else f"a new run in {run_dir}", flush=True)
+    return Logger(cfg.log, run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
 
 
 def validation_means(metrics: dict[str, float]) -> list[str]:

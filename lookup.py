@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterable
 
 
@@ -32,9 +33,9 @@ def load_function(path: str, function: str, blame: str) -> Callable | None:
 def import_file(path: str) -> types.ModuleType:
     """Run a file as a module of a package that is its folder, so that `from . import helper` and `import helper` both find its neighbours."""
     folder, name = os.path.dirname(path), os.path.basename(path).removesuffix(".py")
-    root = "custom_" + "".join(c if c.isalnum() else "_" for c in path)  # of its own: a reward and an agent may have the same name
-    for loaded in [module for module in sys.modules if module.partition(".")[0] == root]:
-        del sys.modules[loaded]
+    root = f"custom_{zlib.crc32(path.encode()):x}_{os.stat(path).st_mtime_ns:x}"  # a file that holds a reward and an agent runs once
+    if loaded := sys.modules.get(root if name == "__init__" else f"{root}.{name}"):
+        return loaded
     package = sys.modules[root] = types.ModuleType(root)
     package.__path__ = [folder]
     if folder not in sys.path:
@@ -42,5 +43,9 @@ def import_file(path: str) -> types.ModuleType:
     name = root if name == "__init__" else f"{root}.{name}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half of it
+        raise
     return module

@@ -190,17 +190,13 @@ def report(table: dict[str, dict[str, int]], total: int) -> str:
 
 def preflight(cfg, num_tokens: int, world_size: int) -> None:
     """On a GPU, print what each phase will need, and refuse what can't fit. ValueError, from check_memory."""
-    if not torch.cuda.is_available():
-        return
-    from transformers import AutoConfig
+    if torch.cuda.is_available():
+        from transformers import AutoConfig
 
-    model_config, (free, total) = AutoConfig.from_pretrained(cfg.actor.path), torch.cuda.mem_get_info()
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"memory by arithmetic (memory.py); {(free + CONTEXT) / GIB:.1f} GiB are free\n{report(estimate(cfg, model_config, num_tokens, world_size, total), total)}", flush=True)
-    check_memory(cfg, model_config, num_tokens, world_size)
+        check_memory(cfg, AutoConfig.from_pretrained(cfg.actor.path), num_tokens, world_size, say=int(os.environ.get("RANK", 0)) == 0)
 
 
-def check_memory(cfg, model_config, num_tokens: int, world_size: int, gpu_bytes: int | None = None) -> None:
+def check_memory(cfg, model_config, num_tokens: int, world_size: int, gpu_bytes: int | None = None, say: bool = False) -> None:
     """ValueError when a phase needs more than the GPU has free, or vLLM more than its share, with what would make it fit. Of a CPU no limit is known."""
     if gpu_bytes is None and not torch.cuda.is_available():
         return
@@ -212,6 +208,8 @@ def check_memory(cfg, model_config, num_tokens: int, world_size: int, gpu_bytes:
 
         ref = Shape.of(AutoConfig.from_pretrained(cfg.ref.path))
     now = Estimate(cfg, Shape.of(model_config), num_tokens, world_size, total, ref)
+    if say:
+        print(f"memory by arithmetic (memory.py); {free / GIB:.1f} GiB are free\n{report(now.phases(), total)}", flush=True)
     if wrong := now.vllm_shortage():
         raise ValueError(wrong)
     phase, need = peak(table := now.phases())

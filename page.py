@@ -84,7 +84,7 @@ def read_run(path: Path, name: str, chunks: Chunks) -> dict:
             if match := DUMP.fullmatch(file.name):
                 dump = dumps.setdefault(match[1], {"name": match[1], "step": int(match[2]), "val": file.name.startswith("val-"), "traces": {}})
                 if folder == "traces":
-                    dump["traces"] = {record["key"]: chunks.add([line]) for line, record in whole_lines(file)}
+                    dump["traces"] = {trace_key(record, file): chunks.add([line]) for line, record in whole_lines(file)}
                 else:
                     dump["failed" if match[3] else "rollouts"] = chunks.add(blocks(file))
     metrics = path / "metrics.jsonl"
@@ -92,6 +92,12 @@ def read_run(path: Path, name: str, chunks: Chunks) -> dict:
         raise ValueError(f"{path} is no run's folder: it has no metrics.jsonl and no rollouts/STEP.jsonl or traces/STEP.jsonl" if path.exists() else f"there is no run {path}")
     ordered = sorted(dumps.values(), key=lambda dump: (dump["val"], dump["step"]))
     return {"name": name, **read_config(path / "config.yaml"), "metrics": read_metrics(metrics) if metrics.exists() else {}, "dumps": ordered}
+
+
+def trace_key(record, file: Path) -> str:
+    if not isinstance(record, dict) or not isinstance(record.get("key"), str):
+        raise ValueError(f"{file} holds a line that is no traced trajectory: {str(record)[:80]!r}")
+    return record["key"]
 
 
 def blocks(path: Path) -> Iterator[bytes]:
@@ -104,6 +110,8 @@ def whole_lines(path: Path) -> Iterator[tuple[bytes, dict]]:
     """(line, record) of a file of JSON lines, less a last one that a kill cut short. ValueError for any other that is no JSON."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 record = json.loads(line)
             except ValueError as error:
@@ -136,6 +144,6 @@ def read_config(path: Path) -> dict:
         groups = yaml.safe_load(text) or {}
         knobs = {f"{group}.{knob}": value if isinstance(value, str) else json.dumps(value, default=str) for group, knobs in groups.items() for knob, value in knobs.items()}
     except (yaml.YAMLError, AttributeError) as error:
-        raise ValueError(f"{path} is no run's configuration, {{group: {{knob: value}}}}: {error}") from error
+        raise ValueError(f"{path} is no run's configuration, {{group: {{knob: value}}}}: {' '.join(str(error).split())}") from error
     commit = re.match(r"# commit (.+)", text)
     return {"commit": commit and commit[1], "config": text, "knobs": knobs}

@@ -44,7 +44,7 @@ class RolloutConfig:
     enforce_eager: bool = False
     """No CUDA graphs and no compilation: starts a minute sooner, generates slower."""
     lean_scheduler: bool = False
-    """Schedule with scheduler.py, which does less Python a token than vLLM's own; the same tokens and log-probs."""
+    """Schedule with scheduler.py, which does less Python a token than vLLM's own, for the same tokens and log-probs. Not run on a GPU yet."""
     max_num_seqs: int = 512
     """Most sequences that are generated at once."""
     max_num_batched_tokens: int | None = None

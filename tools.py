@@ -228,7 +228,7 @@ def load_custom(custom_path: str) -> Callable:
     """The agent of a user's file. ValueError says what is wrong with it."""
     path, _, function = custom_path.rpartition(":")
     blame = f"agent.custom_path={custom_path!r}"
-    if not function:
+    if not path:
         raise ValueError(f"{blame} must be file.py:function")
     agent = load_function(path, function, blame)
     if not inspect.iscoroutinefunction(agent):

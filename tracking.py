@@ -13,15 +13,18 @@ class Trackers:
 
     def __init__(self, cfg, run_dir: Path, first_step: int, settings: dict, wandb_id: str | None):
         """A run that is resumed goes on in the same wandb run; steps from first_step on are shown as they are done again."""
+        from accelerate.utils import is_tensorboard_available, is_wandb_available
+
         self.wandb = self.tensorboard = None
         if "wandb" in cfg.logger:
+            if not is_wandb_available():
+                raise ValueError("log.logger names wandb, which is not installed: pip install wandb")
             import wandb
 
             self.wandb = wandb.init(project=cfg.project_name, name=cfg.experiment_name, dir=run_dir, config=settings, id=wandb_id, resume="allow")
             self.wandb.define_metric("*", step_metric="step")  # not wandb's own count, which drops steps that are done again
         if "tensorboard" in cfg.logger:
             from accelerate.tracking import TensorBoardTracker
-            from accelerate.utils import is_tensorboard_available
 
             if not is_tensorboard_available():
                 raise ValueError("log.logger names tensorboard, which is not installed: pip install tensorboard")

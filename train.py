@@ -75,7 +75,8 @@ def train(cfg: Config) -> None:
         if val_tasks and validation_is_due(cfg, step, total_steps):
             with log.timer("testing"):
                 log.add(validate(cfg, engine, scorer, val_tasks, step, log))
-            mark_best(cfg.checkpoint, cfg.run_dir, step, log.metrics)
+            if not cfg.trainer.val_only:
+                mark_best(cfg.checkpoint, cfg.run_dir, step, log.metrics)
         if step == total_steps:
             engine.sleep()
             log.end_step(step)
@@ -108,7 +109,8 @@ def train(cfg: Config) -> None:
         log.add(rollout_metrics(trajectories) | ({} if cfg.loss.bypass_mode else rollout_mismatch(trajectories)))
 
         # Dump and record come before the checkpoint: a kill between them does a step again, and none is lost. The next record has the time that saving took.
-        log.keep(step, trajectories, cfg, actor, tokenizer)
+        with log.timer("dump"):
+            log.keep(step, trajectories, cfg, actor, tokenizer)
         log.end_step(step)
         ends = told_to_stop(actor.device)
         if is_due(step + 1, total_steps, cfg.checkpoint.save_freq) or (ends and cfg.checkpoint.save_freq):

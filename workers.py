@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from console import SpeltOut
+
 SENT_AHEAD = 8  # calls that a worker may hold, so that it need not wait for this process between two
 LENGTH = struct.Struct("!Q")  # before every message: a pickle
 
@@ -252,6 +254,7 @@ def unpack(buffer: bytearray) -> Iterator[bytes]:
 def serve_forks(fd: int, modules: list[str], main: int) -> None:
     """Fork and kill workers as asked on the socket fd; end with all of them when it closes, or when the process `main` is gone."""
     sys.stdout.reconfigure(line_buffering=True)  # what a killed worker printed is not lost
+    sys.stdout, sys.stderr = SpeltOut(sys.stdout), SpeltOut(sys.stderr)  # a rule may print what the policy wrote
     for module in modules:
         with contextlib.suppress(Exception):  # raises again in the worker, which reports it
             importlib.import_module(module)

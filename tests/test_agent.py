@@ -493,7 +493,7 @@ def test_calculator_says_what_it_cannot_do(expression, reason):
 @pytest.mark.parametrize(("knobs", "reason"), [
     ({"default_agent_loop": "tool_agnet"}, "agent.default_agent_loop='tool_agnet' is not known; did you mean tool_agent.*single_turn_agent"),
     ({"tools": ("calculator", "pyhton")}, "agent.tools='pyhton' is not known; did you mean python"), ({"format": "hermse"}, "agent.format='hermse' is not known; did you mean hermes"),
-    ({"custom_path": "no.py:x"}, "agent.custom_path='no.py:x': there is no Python file 'no.py'"),
+    ({"custom_path": "no.py:x"}, "agent.custom_path='no.py:x': there is no Python file 'no.py'"), ({"custom_path": "no.py"}, "agent.custom_path='no.py' must be file.py:function"),
 ])  # fmt: skip
 def test_names_are_checked_and_the_nearest_is_named(knobs, reason):
     with pytest.raises(ValueError, match=reason):

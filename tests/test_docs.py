@@ -163,6 +163,12 @@ def test_numbers_that_can_be_counted():
     assert (shapes, families, bugs) == (len(ROWS), len(set(DATASETS) - {"composite"}), len(mutate.BUGS))
 
 
+def test_diagnoses_are_counted():
+    from doctor import DIAGNOSES, TRENDS
+
+    assert f"afterwards, {len(DIAGNOSES) + len(TRENDS)} of them" in TEXTS["README.md"]
+
+
 def test_lines_of_a_step_are_counted():
     names, said = re.search(r"Lockstep: ([a-z_ ]+) = ([\d,]+)\.", TEXTS["compared.md"]).groups()
     lines = sum(len((ROOT / f"{name}.py").read_text().splitlines()) for name in names.split())

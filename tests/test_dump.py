@@ -1,4 +1,5 @@
 """Records, traces and samples, of made-up trajectories; and that nothing a policy writes reaches a terminal as a command."""
+import io
 import math
 from types import SimpleNamespace
 
@@ -6,7 +7,8 @@ import pytest
 import torch
 from fakes import make_trajectory
 
-from dump import consumed, one_line, printable, returns, sample_table, samples, trace_records
+from console import SpeltOut, one_line, printable
+from dump import consumed, gather_entropies, pieces, returns, sample_table, samples, trace_records
 
 
 def told(t, loss_mask=None, rewards=None):
@@ -31,11 +33,36 @@ def test_consumed_names_every_update_of_several_epochs():
 
 def test_only_the_first_groups_are_traced():
     group = [told(make_trajectory(uid=uid, session_id=i, old=[-0.25] * 3, advantages=[0.5] * 3)) for uid in "ab" for i in range(2)]
-    actor = SimpleNamespace(entropies={t.key: torch.ones(6) for t in group[:1]}, plans=[(group, [[[0, 1], [2, 3]]])], version=5)
-    tokenizer = SimpleNamespace(batch_decode=lambda rows: [f"<{row[0]}>" for row in rows])
-    trace = trace_records(group, 1, actor, tokenizer, 1.0)
-    assert [t["uid"] for t in trace] == ["a", "a"] and trace[0]["pieces"][0] == "<10>" and trace[0]["sync_step"] == 5
+    actor = SimpleNamespace(entropies={t.key: torch.ones(6) for t in group[:1] + group[2:]}, plans=[(group, [[[0, 1], [2, 3]]])], version=5)
+    tokenizer = SimpleNamespace(decode=lambda tokens: "".join(f"<{token}>" for token in tokens))
+    gather_entropies(group, 1, actor)
+    trace = list(trace_records(group, 1, actor, tokenizer, 1.0))
+    assert [t["uid"] for t in trace] == ["a", "a"] and trace[0]["pieces"][:2] == ["<10>", "<11>"] and trace[0]["sync_step"] == 5
     assert trace[0]["entropy"] == [1.0] * 6 and trace[1]["entropy"] is None and trace[0]["old_logprobs"] == [0, 0, 0, -0.25, -0.25, -0.25]
+
+
+def byte_level():
+    """Each token is a byte of UTF-8, as the rare ones of a byte-level BPE are."""
+    return SimpleNamespace(decode=lambda tokens: bytes(tokens).decode(errors="replace"))
+
+
+@pytest.mark.parametrize("text", ["plain", "é", "答案 é 😀 x", "👨‍👩‍👧 a"])
+def test_character_of_several_tokens_belongs_to_the_one_that_completes_it(text):
+    tokens = list(text.encode())
+    found = pieces(tokens, byte_level())
+    assert "".join(found) == text and len(found) == len(tokens) and "\ufffd" not in found
+    assert found[-1] == text[-1]
+
+
+def test_space_that_a_tokenizer_writes_between_tokens_is_kept():
+    words = {0: "hello", 1: "world", 2: "!"}
+    tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(words[t] for t in tokens).replace(" !", "!"))
+    assert pieces([0, 1, 2, 0, 1], tokenizer) == ["hello", " world", "!", " hello", " world"]
+
+
+def test_bytes_that_are_no_text_do_not_swallow_what_follows():
+    found = pieces([0xFF] * 12 + list(b"ok"), byte_level())
+    assert "".join(found).endswith("ok") and len(found) == 14
 
 
 def test_samples_are_the_best_the_worst_and_some_between():
@@ -52,6 +79,12 @@ def test_table_fits_its_width_and_shows_the_ends_of_texts():
     assert len(one_line("x" * 100, 10)) == 10
 
 
-@pytest.mark.parametrize("text, shown", [("a\x1b[2Jb", "a\\x1b[2Jb"), ("\x9b31m", "\\x9b31m"), ("a\rb\x07", "a\\x0db\\x07"), ("\u202egnp.exe", "\\x202egnp.exe"), ("\ud800", "\\xd800"), ("two\nlines\té 数 🙂", "two\nlines\té 数 🙂")])
+@pytest.mark.parametrize("text, shown", [("a\x1b[2Jb", "a\\x1b[2Jb"), ("\x9b31m", "\\x9b31m"), ("a\rb\x07", "a\\x0db\\x07"), ("\u202egnp.exe", "\\x202egnp.exe"), ("a\r\nb", "a\nb"), ("👨‍👩‍👧 می‌خواهم \U0001fae8", "👨‍👩‍👧 می‌خواهم \U0001fae8"), ("\ud800", "\\xd800"), ("two\nlines\té 数 🙂", "two\nlines\té 数 🙂")])
 def test_what_a_terminal_would_obey_is_spelt_out(text, shown):
     assert printable(text) == shown
+
+
+def test_stream_spells_out_what_is_written_to_it():
+    stream = io.StringIO()
+    print("a\x1b[31mb", file=SpeltOut(stream), flush=True)
+    assert stream.getvalue() == "a\\x1b[31mb\n"

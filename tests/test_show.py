@@ -15,7 +15,7 @@ GROUPS, SESSIONS = 8, 4  # of conftest.flags: two optimizer steps of four groups
 @pytest.fixture(scope="module", params=[1, 2], ids=["one_rank", "two_ranks"])
 def run_dir(tiny, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("shown")
-    more = ["--log.default-local-dir", str(folder), "--trainer.trace-groups", str(GROUPS), "--checkpoint.save-freq", "0", "--checkpoint.no-export-hf", "--actor.ppo-max-token-len-per-gpu", "128"]
+    more = ["--log.default-local-dir", str(folder), "--trainer.trace-groups", str(GROUPS), "--trainer.trace-freq", "1", "--checkpoint.save-freq", "0", "--checkpoint.no-export-hf", "--actor.ppo-max-token-len-per-gpu", "128"]
     done = launch(flags(tiny, *more), processes=request.param)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
@@ -91,7 +91,7 @@ def test_group_token_by_token(run_dir):
 
 def test_what_is_not_there_gets_one_line(run_dir, tmp_path):
     assert "the trace of step 1 has 8 groups" in show(run_dir, "--step", 1, "--group", 8, code=1)
-    assert "no trace of step 7" in (line := show(run_dir, "--step", 7, code=1)) and "there are steps 0 to 1" in line and line.count("\n") == 1
+    assert "no trace of step 7" in (line := show(run_dir, "--step", 7, code=1)) and "there are the steps 0, 1" in line and line.count("\n") == 1
     assert "is not the folder of a run: it has no metrics.jsonl" in show(tmp_path, "--doctor", code=1)
     shutil.copy(run_dir / "metrics.jsonl", tmp_path)
     shutil.copy(run_dir / "config.yaml", tmp_path)
@@ -105,3 +105,51 @@ def test_summary_and_doctor_of_a_run_that_a_kill_cut_short(run_dir, tmp_path):
         file.write('{"step": 3, "rew')
     assert "2 steps of" in show(tmp_path) and "val/exact/mean@1" in show(tmp_path)
     assert show(tmp_path, "--doctor").strip()
+
+
+def damaged(run_dir, folder, name, text):
+    """A copy of a run, one of whose files is not what it was."""
+    copied = folder / "copied"
+    shutil.copytree(run_dir, copied)
+    (copied / name).write_text(text)
+    return copied
+
+
+@pytest.mark.parametrize(
+    "name, change, says",
+    [
+        ("traces/000000.jsonl", lambda text: "{\n" + text, "000000.jsonl, line 1, is not JSON"),
+        ("traces/000000.jsonl", lambda text: "5\n" + text, "000000.jsonl holds a line that is no traced trajectory"),
+        ("traces/000000.jsonl", lambda text: "", "has 0 groups"),
+        ("metrics.jsonl", lambda text: "{}\n" + text, "metrics.jsonl, line 1, is no metrics record"),
+        ("config.yaml", lambda text: "- 1\n", "config.yaml is no run's configuration"),
+        ("config.yaml", lambda text: "a: [", "config.yaml is no run's configuration"),
+    ],
+)
+def test_damaged_file_is_named(run_dir, tmp_path, name, change, says):
+    line = show(damaged(run_dir, tmp_path, name, change((run_dir / name).read_text())), "--step", "0", code=1)
+    assert says in line and line.count("\n") == 1, line
+
+
+def test_run_that_is_being_written_can_be_looked_at(run_dir, tmp_path):
+    """Lines that are not whole yet, an empty one, a config of another version, a file that is none of ours."""
+    copied = damaged(run_dir, tmp_path, "config.yaml", "{}\n")
+    for name, more in (("metrics.jsonl", '\n{"step": 9, "rew'), ("traces/000000.jsonl", '{"uid": "x", ')):
+        (copied / name).write_text((copied / name).read_text() + more)
+    (copied / "traces" / "notes.jsonl").write_text("mine\n")
+    assert "2 steps of" in show(copied) and "session 3 output 0" in show(copied, "--step", "0") and show(copied, "--doctor")
+
+
+def test_hostile_and_unfinite_numbers_are_shown(run_dir, tmp_path):
+    trace = traced(run_dir, 0)
+    for t in trace:
+        t |= {"data_source": "\x1b[2J", "score_parts": {"[/b]": 1.0, "[red]": 2.0}, "ground_truth": "[bold]", "entropy": [None] * t["seq_length"], "old_logprobs": [None] * t["seq_length"], "score": None}
+    out = show(damaged(run_dir, tmp_path, "traces/000000.jsonl", "".join(json.dumps(t) + "\n" for t in trace)), "--step", "0", "--tokens")
+    assert "\x1b" not in out and "\\x1b[2J" in out and "[/b]=1 [red]=2" in out and "[bold]" in out
+    assert "entropy               not a finite number on" in out
+
+
+def test_options_that_do_not_go_together_are_refused(run_dir):
+    assert "--tokens and --group go with --step" in show(run_dir, "--tokens", code=2)
+    assert "--tokens and --group go with --step" in show(run_dir, "--doctor", "--step", "0", code=2)
+    assert show(run_dir, "--html", "/proc/page.html", code=1).startswith("error: ")

@@ -21,7 +21,7 @@ def run(tiny, folder, *more, processes=1):
     """A run of the tiny model in `folder`/run; its metrics and its console."""
     done = launch([*flags(tiny, "--log.default-local-dir", str(folder)), *more], processes)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return read_metrics(folder / "run"), done.stdout
+    return read_metrics(folder / "run" / ("val-only" if "--trainer.val-only" in more else "")), done.stdout
 
 
 def without_times(metrics):
@@ -207,8 +207,13 @@ def test_resumed_run_is_the_one_that_never_stopped(one, tiny, tmp_path):
 
 def test_finished_run_can_be_validated_and_not_be_asked_for_fewer_steps(one, tiny, tmp_path):
     shutil.copytree(one[0], tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     metrics, _ = run(tiny, tmp_path, "--trainer.val-only")
     assert metrics[-1]["step"] == 4 and metrics[-1]["val/exact/mean@1"] == one[1][-1]["val/exact/mean@1"]
+    earlier = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[0]
+    metrics, _ = run(tiny, tmp_path, "--trainer.val-only", "--checkpoint.resume", str(earlier))
+    assert metrics[-1]["step"] < 4 and (tmp_path / "run" / "val-only.1" / "metrics.jsonl").exists()
+    assert all(path.read_bytes() == content for path, content in before.items()), "the run itself is as it was"
     line = fails(tiny, tmp_path, "--trainer.total-training-steps", "2")
     assert "has done 4 steps, more than the 2 asked for" in line and "trainer.total_training_steps" in line
 
@@ -240,8 +245,8 @@ def test_untied_model_in_bfloat16_by_rows(tiny, tmp_path):
 def test_fresh_start_moves_an_earlier_run_aside(tiny, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "old": 1}\n')
-    metrics, console = run(tiny, tmp_path, "--checkpoint.resume", "never", "--trainer.val-only")
-    assert len(metrics) == 1 and "old" not in metrics[0]
+    metrics, console = run(tiny, tmp_path, "--checkpoint.resume", "never", "--trainer.total-training-steps", "1", "--checkpoint.save-freq", "0", "--checkpoint.no-export-hf")
+    assert len(metrics) == 2 and "old" not in metrics[0]
     assert "old" in (tmp_path / "run.1" / "metrics.jsonl").read_text() and "run.1" in console
 
 
