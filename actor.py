@@ -129,8 +129,7 @@ def head_forward(head, hidden):
     hidden = hidden.reshape(-1, hidden.size(-1))  # [K, hidden]
     rows = max(1, HEAD_CHUNK_ELEMENTS // head.weight.size(0))
     chunks, rest = zip(hidden.split(rows), head.targets.split(rows)), (head.weight, head.bias, head.temperature, head.num_tokens)
-    chunk = getattr(head, "compiled_chunk", head_chunk)
-    return torch.cat([checkpoint(chunk, h, t, *rest, use_reentrant=False) for h, t in chunks], 1)
+    return torch.cat([checkpoint(getattr(head, "compiled_chunk", head_chunk), h, t, *rest, use_reentrant=False) for h, t in chunks], 1)
 
 
 def head_chunk(hidden, targets, weight, bias, temperature: float, num_tokens: int):
@@ -154,8 +153,7 @@ def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: floa
     if torch.cuda.is_available():
         from torch.nn.attention.varlen import varlen_attn
 
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # an older one sees by itself that there are fewer key-value heads
-            VARLEN_OPTIONS["enable_gqa"] = True
+        VARLEN_OPTIONS.update({"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})  # older ones see it by themselves
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
     head = model.get_output_embeddings()
     if num_tokens > head.weight.size(0):
@@ -300,10 +298,10 @@ class Actor:
             loss, metrics = policy_loss(batch, logprobs, entropy, loss_cfg, totals)
             self.accelerator.backward(loss * dist.get_world_size())  # FSDP averages gradients over the ranks
             add_sums(sums, metrics)
-            lengths = [len(mini_batch[i].tokens) for i in indices]
-            if own is not None and indices:
+            lengths = [len(mini_batch[i].tokens) for i in indices or [0]]
+            if own is not None:
                 own |= zip(indices, logprobs.detach().split(lengths))
-            for i, values in zip(indices, entropy.detach().split(lengths) if indices else ()):
+            for i, values in zip(indices, entropy.detach().split(lengths)):
                 self.entropies.setdefault(mini_batch[i].key, values)
         return sums
 
