@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from conftest import ROOT, flags  # noqa: E402
+from conftest import ROOT, flags, launch_environment  # noqa: E402
 from scheduler import OUTCOME, lean_scheduler  # noqa: E402
 
 VAL = type("Sampling", (), {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
@@ -230,7 +230,7 @@ def main(tiny: str, out: str) -> None:
 def played(tiny, tmp_path_factory):
     """(replies, tokens of each step, most preemptions, requests of each short step) by case and scheduler. In a process of its own: a second engine ends the first one's groups."""
     out = tmp_path_factory.mktemp("played") / "out.pickle"
-    done = subprocess.run([sys.executable, __file__, str(tiny), str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, __file__, str(tiny), str(out)], cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return pickle.loads(out.read_bytes())
 
