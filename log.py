@@ -208,7 +208,7 @@ def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps:
         write_durably(run_dir / "config.yaml", settings)
         print(settings)
         print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {run_dir} is now in {aside}" if aside else f"a new run in {run_dir}", flush=True)
-    return Logger(cfg.log, run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), state.get("wandb_id"))
+    return Logger(cfg.log, run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), None if cfg.trainer.val_only else state.get("wandb_id"))
 
 
 def validation_means(metrics: dict[str, float]) -> list[str]:

@@ -1,12 +1,13 @@
 """What a run leaves on disk and on the console."""
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from batch import Task, Trajectory
-from log import LogConfig, Logger
+from log import LogConfig, Logger, start_log
 
 
 @pytest.fixture
@@ -50,3 +51,12 @@ def test_failed_sessions_are_kept_with_their_tracebacks(log, tmp_path, capsys):
     Logger(LogConfig(), tmp_path, 0, (3, 4), {}, None)  # resumed: step 3 is done again
     assert not list((tmp_path / "rollouts").iterdir())
     assert "2 sessions of 1 groups failed" in (line := capsys.readouterr().out) and "KeyError: 'x'" in line
+
+
+@pytest.mark.parametrize("val_only, wandb_id", [(False, "abc"), (True, None)])
+def test_validation_alone_has_its_own_folder_and_wandb_run(cfg, tmp_path, monkeypatch, val_only, wandb_id):
+    seen = []
+    monkeypatch.setattr("log.Trackers", lambda *args: seen.append(args))
+    cfg = replace(cfg, log=replace(cfg.log, default_local_dir=str(tmp_path)), trainer=replace(cfg.trainer, val_only=val_only))
+    start_log(cfg, 0, tmp_path / "checkpoint", {"step": 1, "wandb_id": "abc"}, 1)
+    assert seen[0][1] == tmp_path / "run" / ("val-only" if val_only else "") and seen[0][4] == wandb_id
