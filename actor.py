@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from batch import Batch, Trajectory, collate, group_by_prompt, pack
+from batch import Batch, Trajectory, collate, group_by_prompt, pack, token_imbalance
 from launch import make_plugin
 from loss import count_totals, policy_loss
 from offload import Moments
@@ -246,7 +246,8 @@ class Actor:
         optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, fused=self.device.type == "cuda")
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.model.eval()  # no dropout: vLLM has none, and old and current log-probs must be of one policy
-        self.num_copies = dist.get_world_size() // next(self.model.parameters()).device_mesh.shape[-1]
+        self.num_shards = next(self.model.parameters()).device_mesh.shape[-1]
+        self.num_copies = dist.get_world_size() // self.num_shards
         self.moments = Moments(self.optimizer, self.device)
         self.version = 0  # training steps done
 
@@ -320,6 +321,9 @@ class Actor:
         plan = pack(lengths, dist.get_world_size(), most, self.cfg.ppo_micro_batch_size_per_gpu)
         self.plans.append((mini_batch, plan))
         for left, indices in zip(range(len(plan[0]))[::-1], plan[dist.get_rank()]):
+            if self.num_shards == 1:  # nothing to gather or scatter: the weights stay cast, the gradients add up, and the last one ends both
+                self.model.set_reshard_after_backward(left == 0)
+                self.model.set_requires_gradient_sync(left == 0)
             self.model.set_requires_all_reduce(left == 0)  # copies of the weights (HSDP) add up their gradients once, at the last
             batch = collate([mini_batch[i] for i in indices or [0]], self.device)
             if not indices:
@@ -354,14 +358,7 @@ class Actor:
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
             # The shard is cast before it is gathered: half the bytes. With one shard it is the whole.
-            alone = parameter.device_mesh.shape[-1] == 1
-            yield name, parameter.to_local().to(dtype) if alone else parameter.to(dtype).full_tensor()
-
-
-def token_imbalance(plans: list) -> float:
-    """How many more tokens than the mean the fullest rank has, which the others wait for, as a share; over the plans of a step."""
-    tokens = [[sum(len(mini_batch[i].tokens) for indices in rank for i in indices) for rank in plan] for mini_batch, plan in plans]  # [update][rank]
-    return sum(map(max, tokens)) * len(tokens[0]) / sum(map(sum, tokens)) - 1
+            yield name, parameter.to_local().to(dtype) if self.num_shards == 1 else parameter.to(dtype).full_tensor()
 
 
 def add_sums(sums: dict[str, list], more: dict) -> None:

@@ -6,9 +6,11 @@ the function and put it into ESTIMATORS.
 """
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from batch import Trajectory, group_by_prompt
+from batch import Trajectory, flat, group_by_prompt
 from loss import KL_ESTIMATORS, kl_divergence
 
 
@@ -148,9 +150,10 @@ def spread(values, mask):
 
 def set_loss_mask(trajectories: list[Trajectory], cfg: AlgorithmConfig = AlgorithmConfig()) -> None:
     """The one effective mask: sampled tokens, of trajectories that have a score. What leaves it leaves loss, denominators and baselines alike."""
-    for trajectory in trajectories:
+    masks = flat([t.response_mask for t in trajectories], np.bool_).split([len(t.tokens) for t in trajectories])
+    for trajectory, mask in zip(trajectories, masks):
         counts = trajectory.score == trajectory.score and not (cfg.mask_truncated and trajectory.finish_reason == "length")
-        trajectory.loss_mask = torch.tensor(trajectory.response_mask, dtype=torch.bool) & counts  # [L]
+        trajectory.loss_mask = mask if counts else torch.zeros_like(mask)  # [L]
 
 
 def punish_overlong(trajectories: list[Trajectory], cfg: AlgorithmConfig, max_response_length: int) -> dict[str, float]:
@@ -208,13 +211,10 @@ def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> 
     """
     groups = group_by_prompt(trajectories)
     finals = [list({t.session_id: t for t in sorted(g, key=lambda t: t.index)}.values()) for g in groups]  # [P][<= G]
-    width = max(len(t.tokens) - t.prompt_length for g in finals for t in g)
-    shape = (len(finals), max(len(g) for g in finals), max(width, 1))  # P, G, T: columns from the first sampled token on
-    scores, mask = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
-    for p, group in enumerate(finals):
-        for g, t in enumerate(group):
-            n = len(t.tokens) - t.prompt_length
-            scores[p, g, :n], mask[p, g, :n] = t.token_level_rewards[t.prompt_length :], t.loss_mask[t.prompt_length :]
+    places = torch.tensor([(p, g) for p, group in enumerate(finals) for g in range(len(group))]).T  # [2, P * G]
+    rewards, masks = (pad_sequence([getattr(t, name)[t.prompt_length :] for g in finals for t in g], batch_first=True) for name in ("token_level_rewards", "loss_mask"))
+    shape = (len(finals), max(len(g) for g in finals), rewards.shape[1])  # P, G, T: columns from the first sampled token on
+    scores, mask = (x.new_zeros(shape).index_put_(tuple(places), x) for x in (rewards, masks))
     advantages = ESTIMATORS[cfg.adv_estimator](scores, mask, cfg)  # [P, G, T]
     # Rounding must not invent a signal: fifteen rewards of 0.9 have a mean that is not quite 0.9.
     equal = equal_groups(scores, mask)  # [P]

@@ -128,8 +128,7 @@ def make_accelerator(cfg):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
-    world_size, cpu = int(os.environ["WORLD_SIZE"]), not torch.cuda.is_available()
-    shards = world_size if cfg.fsdp_size == -1 else cfg.fsdp_size
+    world_size, shards, cpu = int(os.environ["WORLD_SIZE"]), num_shards(cfg), not torch.cuda.is_available()
     if world_size % shards:
         raise ValueError(f"actor.fsdp_size={shards} does not divide the {world_size} processes into copies of the same size: choose a divisor, or -1 for one copy")
     plugin = make_plugin(cfg, reshard_after_forward=cfg.reshard_after_forward, activation_checkpointing=cfg.enable_gradient_checkpointing)
@@ -150,10 +149,16 @@ def make_accelerator(cfg):
     return accelerator
 
 
-def make_plugin(cfg, **kwargs):
-    """accelerate's FSDP2 plugin: one shard group a transformer layer, compute in cfg.dtype, reduction in float32."""
+def num_shards(cfg) -> int:
+    """Into how many parts one copy of the weights is cut."""
+    return int(os.environ["WORLD_SIZE"]) if cfg.fsdp_size == -1 else cfg.fsdp_size
+
+
+def make_plugin(cfg, reshard_after_forward: bool, **kwargs):
+    """accelerate's FSDP2 plugin: one shard group a transformer layer, compute in cfg.dtype, reduction in float32. Where a GPU has all weights, nothing is freed to be gathered again."""
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
-    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, mixed_precision_policy=policy, **kwargs)
+    kwargs |= {"reshard_after_forward": reshard_after_forward and num_shards(cfg) > 1, "mixed_precision_policy": policy}
+    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **kwargs)

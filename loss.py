@@ -8,9 +8,10 @@ depend on how the mini-batch is cut.
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
-from batch import Batch, Trajectory
+from batch import Batch, Trajectory, flat
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -201,8 +202,9 @@ def reject_mismatched(trajectories: list[Trajectory], cfg: LossConfig) -> dict[s
     if cfg.rollout_rs == "none":
         return {}
     before = sum(int(t.loss_mask.sum()) for t in trajectories)
-    for t in trajectories:
-        ratio = log_ratio(t.old_logprobs, torch.tensor(t.rollout_logprobs), t.loss_mask)  # [L] in logs
+    rollout = flat([t.rollout_logprobs for t in trajectories], np.float32).split([len(t.tokens) for t in trajectories])
+    for t, rollout_logprobs in zip(trajectories, rollout):
+        ratio = log_ratio(t.old_logprobs, rollout_logprobs, t.loss_mask)  # [L] in logs
         if cfg.rollout_rs == "sequence" and t.loss_mask.any():
             ratio = ratio[t.loss_mask].mean()
         ratio = ratio.exp()
@@ -261,7 +263,7 @@ def rollout_mismatch(trajectories: list[Trajectory]) -> dict[str, float]:
     """How far vLLM's log-probs are from the actor's on the tokens that count: always logged, correction on or off."""
     mask = torch.cat([t.loss_mask for t in trajectories])
     old = torch.cat([t.old_logprobs for t in trajectories])[mask].double()
-    rollout = torch.tensor([x for t in trajectories for x in t.rollout_logprobs])[mask].double()
+    rollout = flat([t.rollout_logprobs for t in trajectories], np.float32)[mask].double()
     if not old.numel():
         return {}
     gap = (old.exp() - rollout.exp()).abs()

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from advantage import set_baselines
 from agent import Policy, PromptTooLong, find_agent, session_seed
 from batch import Task, Trajectory, gather, group_kind, prompt_uid, rank_share
@@ -161,14 +163,19 @@ class Rollout:
             return why
         for index, t in enumerate(trajectories):
             t.uid, t.session_id, t.index, t.weight_version = prompt_uid(*key), session_id, index, self.engine.weight_version
-            t.response = self.engine.tokenizer.decode(t.tokens[t.prompt_length :], skip_special_tokens=True)
-            t.answer = t.response if t.num_turns == 1 else self.engine.tokenizer.decode(t.last_turn, skip_special_tokens=True)
+            t.response = decode(t.tokens[t.prompt_length :], self.engine.tokenizer)
+            t.answer = t.response if t.num_turns == 1 else decode(t.last_turn, self.engine.tokenizer)
         await asyncio.gather(*(self.scorer.score(t) for t in trajectories))
         errors = [t.error for t in trajectories if t.error]
         self.num_unscored, self.num_expected = self.num_unscored + len(errors), self.num_expected + len(trajectories) - 1
         if too_many_failed(self.num_unscored, self.num_expected, cfg.reward):
             raise RuntimeError(f"{self.num_unscored} of {self.num_expected} trajectories could not be scored, more than reward.max_failed_fraction={cfg.reward.max_failed_fraction}; one of them:\n{(errors or [''])[0]}")
         return trajectories
+
+
+def decode(tokens: list[int], tokenizer) -> str:
+    """Their text, without special tokens. As an array: of a list, transformers looks at every element's type."""
+    return tokenizer.decode(np.array(tokens), skip_special_tokens=True)
 
 
 def check_output(output, agent: str, cfg, num_tokens: int) -> list[Trajectory]:
