@@ -65,10 +65,13 @@ class Shape:
         own = sum(p.numel() for p in layer.parameters())
         return cls(sum(sizes), own, max(sizes), vocab, c.hidden_size, c.num_hidden_layers, heads, kv_heads, size, mlp, len(norms) - qk_norm, qk_norm > 0)
 
-    def saved(self, e: int) -> int:
+    def saved(self, e: int, compiled: bool) -> int:
         """Bytes a token that a layer keeps for its backward, in a type of e bytes: q, k, v, the attention's output and float32 log-sum-exp; gate, its
-        activation, up and their product; of each norm the input in float32, 1 / rms, the normed and the scaled one."""
+        activation, up and their product; of each norm the input in float32, 1 / rms, the normed and the scaled one. Compiled, it computes the
+        activation and the norms' float32 again, and keeps their inputs."""
         q, kv = self.heads * self.size, self.kv_heads * self.size
+        if compiled:
+            return e * (2 * self.norms * self.hidden + (2 + self.qk_norm) * (q + kv) + 3 * self.mlp) + 4 * self.heads
         normed = self.norms * ((4 + 2 * e) * self.hidden + 4) + self.qk_norm * ((4 + e) * (q + kv) + 4 * (self.heads + self.kv_heads))
         return normed + 2 * e * (q + kv) + 4 * self.heads + 4 * e * self.mlp
 
@@ -131,21 +134,21 @@ class Estimate:
         return tokens, sampled, min(sampled, max(1, actor.HEAD_CHUNK_ELEMENTS // vocab)), seqs * self.longest > most
 
     def scoring(self, shape: Shape) -> dict[str, int]:
-        """A forward without gradient: a layer's intermediate values, then three float32 [rows, V] of the head."""
+        """A forward without gradient: a layer's intermediate values, then three float32 [rows, V] of the head, or the logits alone when it is compiled."""
         a, e, h = self.cfg.actor, self.e, shape.hidden
         tokens, sampled, rows, _ = self.micro_batch(a.log_prob_max_token_len_per_gpu or a.ppo_max_token_len_per_gpu, self.cfg.data.train_batch_size, shape.vocab)
         layer = tokens * (2 * e * shape.size + 12 + e * max(8 * h, 4 * h + 3 * shape.mlp))
-        head = e * h * (tokens + sampled) + 12 * rows * self.num_tokens
+        head = e * h * (tokens + sampled) + (e if a.use_torch_compile else 12) * rows * self.num_tokens
         return {"batch": BATCH * tokens} | ({"LM head": head} if head > layer else {"layer at work": layer})
 
     def updating(self) -> list[dict[str, int]]:
-        """The moments that can be a backward's fullest: in the head, with five float32 [rows, V]; in the last layer; at the end, with all gradients.
+        """The moments that can be a backward's fullest: in the head, with five float32 [rows, V] (compiled: logits and their gradient); in the last layer; at the end, with all gradients.
 
         Gradients are float32 shards. A layer's are whole, in the compute type and in float32, until they are scattered; the head's from its first chunk on.
         """
         a, shape, e, h = self.cfg.actor, self.shape, self.e, self.shape.hidden
         tokens, sampled, rows, several = self.micro_batch(a.ppo_max_token_len_per_gpu, a.ppo_mini_batch_size, shape.vocab)
-        head, saved, down = shape.vocab * h, shape.saved(e), e * (h + 2 * shape.mlp)
+        head, saved, down = shape.vocab * h, shape.saved(e, a.use_torch_compile), e * (h + 2 * shape.mlp)
         # Scattered gradients come from a stream with memory of its own, where the head's new ones stand beside the sum of earlier micro-batches.
         scattered = 4 * (shape.params + head) / self.shards
         earlier, batch = scattered * several, {"batch": BATCH * tokens}
@@ -153,7 +156,7 @@ class Estimate:
         again = saved if a.enable_gradient_checkpointing else 0
         layer = max(9 * e * h, again + max(5 * e * h, down) - (4 + e) * h)  # in the final norm, or in the last layer, without what that norm kept
         return [
-            kept | {"gradients": earlier + e * head * (rows < sampled), "LM head": 20 * rows * self.num_tokens + 2 * e * h * sampled},
+            kept | {"gradients": earlier + e * head * (rows < sampled), "LM head": (2 * e if a.use_torch_compile else 20) * rows * self.num_tokens + 2 * e * h * sampled},
             kept | {"gradients": earlier + e * head + (e + 4) * shape.layer, "layer at work": tokens * layer},
             batch | {"gradients": scattered + (2 * e + 4) * head},
         ]

@@ -45,8 +45,8 @@ class RolloutConfig:
     """Sleep while the actor trains: vLLM's weights and KV cache leave the GPU. (On the CPU vLLM cannot, and nothing is freed.)"""
     enforce_eager: bool = False
     """No CUDA graphs and no compilation: starts a minute sooner, generates slower."""
-    lean_scheduler: bool = False
-    """Schedule with scheduler.py, which does less Python a token than vLLM's own, for the same tokens and log-probs. Not run on a GPU yet."""
+    lean_scheduler: bool = True
+    """Schedule with scheduler.py, which does less Python a token than vLLM's own, for the same tokens and log-probs."""
     max_num_seqs: int = 512
     """Most sequences that are generated at once."""
     max_num_batched_tokens: int | None = None
