@@ -177,14 +177,14 @@ def run(args, flags: list[str]) -> None:
     from config import load_config
 
     world_size, startup = int(os.environ.get("WORLD_SIZE", 1)), {"imports": time.time() - STARTED}
-    quiet = "--data.val-files --checkpoint.resume never --checkpoint.save-freq 0 --checkpoint.no-export-hf --log.rollout-dump-freq 0 --sync.verify-every 0".split()
-    quiet += ["--trainer.total-training-steps", str(args.steps + 1), "--log.default-local-dir"]
+    quiet = "--checkpoint.resume never --checkpoint.save-freq 0 --checkpoint.no-export-hf --log.rollout-dump-freq 0 --sync.verify-every 0".split()
+    ends = ["--data.val-files", "--trainer.total-training-steps", str(args.steps + 1), "--log.default-local-dir"]
     with tempfile.TemporaryDirectory() as folder:
         if args.dummy_weights:
             sizes = load_config([*flags, "--actor.path", "dummy", "--data.train-files", "dummy", "--reward.custom-path", "None"]).data
             flags = [*flags, *dummy_flags(args.dummy_weights, 4 * sizes.train_batch_size, sizes.max_prompt_length, args.dummy_dir)]
         startup["dummy weights"] = time.time() - STARTED - sum(startup.values())
-        cfg = load_config([*flags, *quiet, folder])
+        cfg = load_config([*quiet, *flags, *ends, folder])  # of two flags the later counts
         spent = time_parts(train)
         train.train(cfg)
         if int(os.environ["RANK"]):
