@@ -144,7 +144,7 @@ class Engine:
         """Free weights and KV cache on the GPU. Nothing of a step outlives it: the next one can't generate before a sync."""
         self._move("awake", "asleep")
         if self.sleeps:
-            with no_full_collection():
+            with plain_sleep():
                 self.llm.sleep(level=2)
         else:
             self.llm.reset_prefix_cache()
@@ -290,13 +290,15 @@ def no_garbage_collection():
 
 
 @contextlib.contextmanager
-def no_full_collection():
-    """vLLM collects all garbage when it sleeps, 0.13 s with a step's objects about; Python's own collections find it soon enough."""
-    collect, gc.collect = gc.collect, lambda *_: 0
+def plain_sleep():
+    """vLLM's sleep without what it does besides: it collects all garbage, 0.13 s with a step's objects about, which Python's own collections find
+    soon enough; and it stops the run when the GPU has less free than before, since another process took some meanwhile."""
+    collect, memory = gc.collect, torch.accelerator.get_memory_info
+    gc.collect, torch.accelerator.get_memory_info = lambda *_: 0, lambda *_: (0, 0)
     try:
         yield
     finally:
-        gc.collect = collect
+        gc.collect, torch.accelerator.get_memory_info = collect, memory
 
 
 def check_gpu_memory(cfg) -> None:

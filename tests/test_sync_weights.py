@@ -1,5 +1,6 @@
 """The weights reach vLLM, and a sync that lies stops the run and names what is wrong. Real vLLM, real FSDP."""
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -36,6 +37,25 @@ def test_sum_of_bits_is_of_the_whole_tensor(monkeypatch):
 
 def test_no_probe_no_generation(cfg, engine, actor):
     assert sync_weights(actor, engine, cfg.sync, []) == {}
+
+
+def test_a_sleep_does_not_stop_when_another_process_takes_memory_of_the_gpu(cfg, engine, actor, monkeypatch):
+    """vLLM asserts, after it slept, that more is free than before. It also collects garbage, which is left to Python."""
+    sync_weights(actor, engine, cfg.sync, [])
+    free = iter([100, 40])
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (next(free), 100))
+    collect, slept = gc.collect, []
+
+    def sleep(level):
+        before = torch.accelerator.get_memory_info()[0]
+        assert torch.accelerator.get_memory_info()[0] >= before, "Memory usage increased after sleeping."
+        slept.append((level, gc.collect is collect))
+
+    monkeypatch.setattr(engine.llm, "sleep", sleep)
+    monkeypatch.setattr(engine, "sleeps", True)
+    engine.sleep()
+    assert (slept, engine.state) == ([(2, False)], "asleep")
+    assert gc.collect is collect and torch.accelerator.get_memory_info() == (100, 100)  # as they were
 
 
 def test_only_the_right_order_is_possible(cfg, engine, actor):
