@@ -3,7 +3,6 @@
 `Actor.score` gives log-probs without gradient, `Actor.update` takes a step's optimizer steps, `Actor.weights` streams the
 weights for vLLM. [T, V] logits never exist whole: the LM head computes log-probs and entropy in chunks.
 """
-import inspect
 import math
 import random
 import types
@@ -15,13 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from attention import learn_varlen, packed_attention
 from batch import Batch, Trajectory, collate, group_by_prompt, pack, token_imbalance
 from launch import make_plugin
 from loss import count_totals, policy_loss
 from offload import Moments
+from prompts import pack_shared, share
 
 HEAD_CHUNK_ELEMENTS = 2**28  # logits that the LM head holds at once, in float32: 1 GiB
-VARLEN_OPTIONS: dict[str, bool] = {}  # what this torch's varlen_attn needs to be told; load_model finds out
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to a parameter's name
 
 
@@ -63,6 +63,8 @@ class ActorConfig:
     """Recompute each layer's activations in the backward pass."""
     use_torch_compile: bool = True
     """Compile the layers and the LM head, once for all shapes: half a minute more at a first step, half the time of each. (Not on the CPU.)"""
+    share_prompts: bool = False
+    """Compute a prompt once for all of its sessions in a micro-batch: exact, and less work where prompts are long. Not run on a GPU yet."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights after its forward (ZeRO-3); off keeps them until the backward (ZeRO-2)."""
     optimizer_offload: bool = False
@@ -101,29 +103,6 @@ def lr_factor(step: int, total_steps: int, cfg: ActorConfig) -> float:
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs):
-    """Causal attention of each packed sequence to itself. query [1, H, T, D] -> [1, T, H, D]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn
-
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        cu, longest = packing.cu_seqlens, packing.max_seqlen
-        return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, **VARLEN_OPTIONS)[None], None
-    # No varlen kernel for float32 or the CPU: one padded row a sequence, for this layer's attention only.
-    rows, columns = packing.seq_ids, packing.position_ids  # [T]
-
-    def pad(x):
-        padded = x.new_zeros(packing.num_seqs, packing.max_seqlen, *x.shape[1:])  # [S, longest, H, D]
-        return padded.index_put((rows, columns), x).transpose(1, 2)
-
-    mask = None
-    if sliding_window is not None and packing.max_seqlen > sliding_window:
-        mask = torch.ones(packing.max_seqlen, packing.max_seqlen, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-    out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2)[rows, columns][None], None
-
-
 def head_forward(head, hidden):
     """Replaces lm_head.forward: log-prob and entropy of head.targets, [1, K, hidden] -> [1, K, 2] float32, in chunks of K."""
     hidden = hidden.reshape(-1, hidden.size(-1))  # [K, hidden]
@@ -152,9 +131,7 @@ def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: floa
             raise ValueError(f"actor.path={path}: its config has {knob}, which the packed log-prob forward does not compute; use a model without it")
     AttentionInterface.register("packed", packed_attention)
     if torch.cuda.is_available():
-        from torch.nn.attention.varlen import varlen_attn
-
-        VARLEN_OPTIONS.update({"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})  # older ones see it by themselves
+        learn_varlen()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
     head = model.get_output_embeddings()
     if num_tokens > head.weight.size(0):
@@ -176,8 +153,11 @@ def forward(model, batch: Batch):
     sampled = batch.response_mask.nonzero()[:, 0]  # [K]
     assert len(sampled), "a micro-batch without a sampled token has nothing to compute"
     model.get_output_embeddings().targets = batch.tokens[sampled]
-    inputs = {"input_ids": batch.tokens[None], "position_ids": batch.position_ids[None], "attention_mask": None}
-    out = model(**inputs, use_cache=False, logits_to_keep=sampled - 1, packing=batch).logits[0]  # [K, 2]
+    tokens, position_ids, before = batch.tokens, batch.position_ids, sampled - 1
+    if batch.shared:
+        tokens, position_ids, before = tokens[batch.shared.index], position_ids[batch.shared.index], batch.shared.places[before]
+    inputs = {"input_ids": tokens[None], "position_ids": position_ids[None], "attention_mask": None}
+    out = model(**inputs, use_cache=False, logits_to_keep=before, packing=batch).logits[0]  # [K, 2]
     zeros = out.new_zeros(len(batch.tokens))
     return zeros.index_put((sampled,), out[:, 0]), zeros.index_put((sampled,), out[:, 1])
 
@@ -191,14 +171,26 @@ def reshard(model) -> None:
             module.reshard()
 
 
+def plan_of(trajectories: list[Trajectory], cfg: ActorConfig, max_tokens: int) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> indices, of max_tokens tokens at most, or of ppo_micro_batch_size_per_gpu trajectories."""
+    if cfg.use_dynamic_bsz and cfg.share_prompts:
+        return pack_shared(trajectories, dist.get_world_size(), max_tokens)
+    return pack([len(t.tokens) for t in trajectories], dist.get_world_size(), max_tokens if cfg.use_dynamic_bsz else None, cfg.ppo_micro_batch_size_per_gpu)
+
+
+def collate_for(trajectories: list[Trajectory], cfg: ActorConfig, device) -> Batch:
+    batch = collate(trajectories, device)
+    batch.shared = share(trajectories, device) if cfg.share_prompts else None
+    return batch
+
+
 def score(model, trajectories: list[Trajectory], cfg: ActorConfig, device) -> list[torch.Tensor]:
     """Log-probs [L] of every trajectory, on every rank; each rank computes its share. No gradient."""
-    budget = (cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu) if cfg.use_dynamic_bsz else None
     lengths = [len(t.tokens) for t in trajectories]
     own: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for indices in pack(lengths, dist.get_world_size(), budget, cfg.ppo_micro_batch_size_per_gpu)[dist.get_rank()]:
-            batch = collate([trajectories[i] for i in indices or [0]], device)
+        for indices in plan_of(trajectories, cfg, cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu)[dist.get_rank()]:
+            batch = collate_for([trajectories[i] for i in indices or [0]], cfg, device)
             logprobs = forward(model, batch)[0]
             own |= zip(indices, logprobs.split([lengths[i] for i in indices or [0]]))
     reshard(model)
@@ -318,15 +310,14 @@ class Actor:
 
     def micro_batches(self, mini_batch: list[Trajectory]):
         """This rank's part of a mini-batch as (indices, packed batch). A rank with nothing left runs a forward that adds 0, since FSDP needs every rank."""
-        lengths, most = [len(t.tokens) for t in mini_batch], self.cfg.ppo_max_token_len_per_gpu if self.cfg.use_dynamic_bsz else None
-        plan = pack(lengths, dist.get_world_size(), most, self.cfg.ppo_micro_batch_size_per_gpu)
+        plan = plan_of(mini_batch, self.cfg, self.cfg.ppo_max_token_len_per_gpu)
         self.plans.append((mini_batch, plan))
         for left, indices in zip(range(len(plan[0]))[::-1], plan[dist.get_rank()]):
             if self.num_shards == 1:  # nothing to gather or scatter: the weights stay cast, the gradients add up, and the last one ends both
                 self.model.set_reshard_after_backward(left == 0)
                 self.model.set_requires_gradient_sync(left == 0)
             self.model.set_requires_all_reduce(left == 0)  # copies of the weights (HSDP) add up their gradients once, at the last
-            batch = collate([mini_batch[i] for i in indices or [0]], self.device)
+            batch = collate_for([mini_batch[i] for i in indices or [0]], self.cfg, self.device)
             if not indices:
                 batch.loss_mask = torch.zeros_like(batch.loss_mask)
             yield indices, batch

@@ -112,6 +112,7 @@ class Batch:
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     advantages: torch.Tensor | None
+    shared: Any = None  # prompts.Shared, where the model computes shared prompts once
 
     @property
     def num_seqs(self) -> int:

@@ -14,7 +14,8 @@ from gpu_ranks import gradient_difference, work
 from transformers import AutoModelForCausalLM
 
 import actor as actor_module
-from actor import Actor, ActorConfig, Reference, forward, load_model, packed_attention, score
+from actor import Actor, ActorConfig, Reference, forward, load_model, score
+from attention import packed_attention
 from batch import Task, Trajectory, collate
 from launch import make_accelerator
 from loss import LossConfig
