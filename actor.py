@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import learn_varlen, packed_attention
 from batch import Batch, Trajectory, collate, group_by_prompt, pack, token_imbalance
-from launch import make_plugin
+from launch import make_plugin, reshards
 from loss import count_totals, policy_loss
 from offload import Moments
 from prompts import pack_shared, share
@@ -65,8 +65,8 @@ class ActorConfig:
     """Compile the layers and the LM head, once for all shapes: half a minute more at a first step, half the time of each. (Not on the CPU.)"""
     share_prompts: bool = False
     """Compute a prompt once for all of its sessions in a micro-batch: exact, and less work where prompts are long. Not run on a GPU yet."""
-    reshard_after_forward: bool = True
-    """Free each layer's gathered weights after its forward (ZeRO-3); off keeps them until the backward (ZeRO-2)."""
+    reshard_after_forward: bool | None = None
+    """Free each layer's gathered weights after its forward (ZeRO-3), or keep them until the backward (ZeRO-2), on one GPU for all micro-batches. When not given: free, but on one GPU."""
     optimizer_offload: bool = False
     """Keep AdamW's moments on the CPU from the sync of a step to its update, so that vLLM and the log-probs have their memory."""
     fsdp_size: int = -1
@@ -220,7 +220,7 @@ class Reference:
         offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if cfg.param_offload else None
         # The accelerator's state holds one plugin, and preparing changes the plugin: lend it this model's own.
         state = accelerator.state
-        actors, state.fsdp_plugin = state.fsdp_plugin, make_plugin(actor_cfg, reshard_after_forward=True, cpu_offload=offload)
+        actors, state.fsdp_plugin = state.fsdp_plugin, make_plugin(actor_cfg, cpu_offload=offload)
         try:
             self.model = fsdp2_prepare_model(accelerator, model)
         finally:
@@ -313,8 +313,8 @@ class Actor:
         plan = plan_of(mini_batch, self.cfg, self.cfg.ppo_max_token_len_per_gpu)
         self.plans.append((mini_batch, plan))
         for left, indices in zip(range(len(plan[0]))[::-1], plan[dist.get_rank()]):
-            if self.num_shards == 1:  # nothing to gather or scatter: the weights stay cast, the gradients add up, and the last one ends both
-                self.model.set_reshard_after_backward(left == 0)
+            if self.num_shards == 1:  # nothing to gather or scatter: the weights stay cast, unless that is too much, and gradients add up; the last one ends both
+                self.model.set_reshard_after_backward(left == 0 or reshards(self.cfg))
                 self.model.set_requires_gradient_sync(left == 0)
             self.model.set_requires_all_reduce(left == 0)  # copies of the weights (HSDP) add up their gradients once, at the last
             batch = collate_for([mini_batch[i] for i in indices or [0]], self.cfg, self.device)

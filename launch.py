@@ -131,7 +131,7 @@ def make_accelerator(cfg):
     world_size, shards, cpu = int(os.environ["WORLD_SIZE"]), num_shards(cfg), not torch.cuda.is_available()
     if world_size % shards:
         raise ValueError(f"actor.fsdp_size={shards} does not divide the {world_size} processes into copies of the same size: choose a divisor, or -1 for one copy")
-    plugin = make_plugin(cfg, reshard_after_forward=cfg.reshard_after_forward, activation_checkpointing=cfg.enable_gradient_checkpointing)
+    plugin = make_plugin(cfg, activation_checkpointing=cfg.enable_gradient_checkpointing)
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)], cpu=cpu, fsdp_plugin=plugin, mixed_precision="bf16" if cfg.dtype == "bfloat16" else "no")
     if cpu:
         if not dist.is_initialized():
@@ -154,11 +154,16 @@ def num_shards(cfg) -> int:
     return int(os.environ["WORLD_SIZE"]) if cfg.fsdp_size == -1 else cfg.fsdp_size
 
 
-def make_plugin(cfg, reshard_after_forward: bool, **kwargs):
-    """accelerate's FSDP2 plugin: one shard group a transformer layer, compute in cfg.dtype, reduction in float32. Where a GPU has all weights, nothing is freed to be gathered again."""
+def reshards(cfg) -> bool:
+    """Whether a layer's weights are freed after its forward. On one GPU that only casts them again."""
+    return num_shards(cfg) > 1 if cfg.reshard_after_forward is None else cfg.reshard_after_forward
+
+
+def make_plugin(cfg, **kwargs):
+    """accelerate's FSDP2 plugin: one shard group a transformer layer, compute in cfg.dtype, reduction in float32."""
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
-    kwargs |= {"reshard_after_forward": reshard_after_forward and num_shards(cfg) > 1, "mixed_precision_policy": policy}
+    kwargs |= {"reshard_after_forward": reshards(cfg), "mixed_precision_policy": policy}
     return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **kwargs)

@@ -102,7 +102,7 @@ class Estimate:
         cfg, shape, ref, e = self.cfg, self.shape, self.ref, self.e
         kept = {"fp32 weights": 4 * shape.params / self.shards, "Adam moments": 8 * shape.params / self.shards}
         kept |= {"reference": 0 if cfg.ref.param_offload else e * ref.params / self.shards} if cfg.needs_reference else {}
-        gathered = {"gathered weights": self.gathered(shape, cfg.actor.reshard_after_forward and self.shards > 1)}
+        gathered = {"gathered weights": self.gathered(shape)}
         cache = cfg.rollout.kv_cache_memory_bytes
         awake = {"vLLM awake": cfg.rollout.gpu_memory_utilization * self.gpu_bytes if cache is None else cache + self.vllm_needs()}
         # A tensor is sent in the compute type and its bits are summed in int64; a probe gathers weights. What a sync took stays cached until vLLM sleeps.
@@ -111,7 +111,7 @@ class Estimate:
         if cfg.old_logprobs_from == "actor":
             table["old_log_prob"] = kept | gathered | self.scoring(shape)
         if cfg.needs_reference:
-            table["ref"] = kept | {"gathered weights": self.gathered(ref, self.shards > 1)} | self.scoring(ref)
+            table["ref"] = kept | {"gathered weights": self.gathered(ref)} | self.scoring(ref)
         table["update_actor"] = kept | gathered | max(self.updating(), key=lambda parts: sum(parts.values()))
         for phase, parts in table.items():
             if cfg.actor.optimizer_offload and phase != "update_actor":
@@ -121,8 +121,10 @@ class Estimate:
             table[phase] = {part: round(size) for part, size in parts.items()}
         return table
 
-    def gathered(self, shape: Shape, reshard: bool) -> int:
+    def gathered(self, shape: Shape) -> int:
         """What FSDP2 holds whole: the layer at work, the one fetched ahead, and the head; without resharding everything."""
+        asked = self.cfg.actor.reshard_after_forward
+        reshard = self.shards > 1 if asked is None else asked
         return self.e * (min(2 * shape.layer + shape.vocab * shape.hidden, shape.params) if reshard else shape.params)
 
     def micro_batch(self, budget: int, prompts: int, vocab: int) -> tuple[int, int, int, bool]:

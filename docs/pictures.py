@@ -1,11 +1,12 @@
 """The README's pictures, from the curves in docs/runs and from a run's page: `python docs/pictures.py [--page RUN]` (pip install matplotlib).
 
-Curves are metrics.jsonl of published runs, trl_arith.json is TRL's on the same work. --page also photographs show.py's page of a run, in
-headless Chromium.
+Curves are metrics.jsonl of published runs, of three seeds where the name says so; trl_arith.json is TRL's on the same work. --page also
+photographs show.py's page of a run, in headless Chromium.
 """
 import argparse
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 DOCS = Path(__file__).parent
 BLUE, ORANGE, GREY = "#2f6fd0", "#e07b39", "#8a94a6"
+SMOOTHED = 5  # steps, in the pictures of three seeds
 plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e9ef", "axes.edgecolor": GREY}
 
 
@@ -33,7 +35,8 @@ def column(records: list[dict], name: str) -> tuple[list, list]:
 def finish(axes, name: str, x: str, y: str) -> None:
     axes.set(xlabel=x, ylabel=y)
     axes.legend(frameon=False, loc="lower right")
-    axes.figure.savefig(DOCS / "pictures" / name, bbox_inches="tight", facecolor="white", metadata={"Date": None})
+    unsigned = {"Date": None} if name.endswith(".svg") else {"Software": None}  # so that the same curves give the same bytes
+    axes.figure.savefig(DOCS / "pictures" / name, bbox_inches="tight", facecolor="white", metadata=unsigned, dpi=150)
     plt.close(axes.figure)
 
 
@@ -61,6 +64,68 @@ def smollm2() -> None:
     axes.plot([p["seconds"] for p in theirs], [p["reward"] for p in theirs], color=GREY, linewidth=1.2, label="TRL 1.16.0, seed 0")
     axes.set_ylim(0, 1.02)
     finish(axes, "smollm2_arith.svg", "seconds, 80 steps each", "reward")
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """The mean of the SMOOTHED steps around each, of fewer at the ends."""
+    half = SMOOTHED // 2
+    return [statistics.mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def by_seed(name: str) -> dict[int, list[dict]]:
+    records = curve(name)
+    return {seed: [r for r in records if r["seed"] == seed] for seed in sorted({r["seed"] for r in records})}
+
+
+def band(axes, seeds: dict[int, list[dict]], name: str, label: str) -> None:
+    """The mean of the seeds that took the step, at least two, from the lowest to the highest of them shaded; a dotted line where one ends before the others."""
+    values = [smoothed(column(records, name)[1]) for records in seeds.values()]
+    longest = sorted(map(len, values))[-2]
+    of_step = [[v[step] for v in values if step < len(v)] for step in range(longest)]
+    axes.fill_between(range(longest), [min(v) for v in of_step], [max(v) for v in of_step], color=BLUE, alpha=0.3, linewidth=0)
+    axes.plot([statistics.mean(v) for v in of_step], color=BLUE, linewidth=1.4, label=label)
+    for v in values:
+        if len(v) < longest - 5:  # nearer ones would be one line
+            axes.axvline(len(v) - 1, ymin=0.35, color=GREY, linewidth=1, linestyle=":")
+
+
+def validations(axes, seeds: dict[int, list[dict]], source: str, label: str) -> None:
+    """A point for each seed, side by side around the step that they belong to."""
+    for i, records in enumerate(seeds.values()):
+        steps, values = column(records, f"val/{source}/mean@1")
+        _, errors = column(records, f"val/{source}/mean@1/stderr")
+        places = [step + 0.8 * (i - 1) for step in steps]
+        axes.errorbar(places, values, yerr=errors, color=ORANGE, marker="o", markersize=3, linestyle="none", linewidth=1, capsize=2, label=label if i == 0 else None)
+
+
+def took(seeds: dict[int, list[dict]]) -> str:
+    return ", ".join(f"seed {seed}: {sum('reward/mean' in r for r in records)}" for seed, records in seeds.items())
+
+
+def arith_seeds() -> None:
+    seeds, theirs = by_seed("smollm2_arith_3_seeds_h200.jsonl"), json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"]
+    _, axes = plt.subplots(figsize=(7.2, 3.2))
+    axes.plot([p["step"] - 1 for p in theirs], smoothed([p["reward"] for p in theirs]), color=GREY, linewidth=1.4, label=f"reward, TRL 1.16.0, seed 0, {len(theirs)} steps")
+    band(axes, seeds, "reward/mean", "reward, Lockstep: mean, lowest and highest seed")
+    validations(axes, seeds, "exact_int", "512 unseen sums, greedy, each seed (standard error)")
+    axes.set_ylim(0, 1.02)
+    axes.set_title(f"SmolLM2-135M-Instruct, two-digit sums. Steps taken of 160: {took(seeds)}", fontsize=8, loc="left")
+    finish(axes, "smollm2_arith_3_seeds.png", f"updates (rewards: mean of {SMOOTHED} steps)", "share right")
+
+
+def spell_seeds() -> None:
+    """With the length of the responses, since the reward counts letters in their place and none that follow."""
+    seeds = by_seed("spell_backward_3_seeds_h200.jsonl")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), layout="constrained")
+    band(right, seeds, "response_length/mean", "mean, lowest and highest seed")
+    right.set(xlabel=f"updates (mean of {SMOOTHED} steps)", ylabel="tokens of a response (at most 16)", ylim=(0, 16.3))
+    right.legend(frameon=False, loc="upper left")
+    band(left, seeds, "reward/mean", "mean reward, lowest and highest seed")
+    right_words = max(max(column(records, "val/reasoning_gym/spell_backward/pass@1")[1]) for records in seeds.values())
+    validations(left, seeds, "reasoning_gym/spell_backward", f"256 unseen words ({right_words:.0%} wholly right)")
+    left.set_ylim(0, 0.36)
+    figure.suptitle(f"SmolLM2-135M-Instruct, reasoning_gym's spell_backward. Steps taken of 160: {took(seeds)}", fontsize=9)
+    finish(left, "spell_backward_3_seeds.png", f"updates (reward: mean of {SMOOTHED} steps)", "share of letters in place")
 
 
 def photograph(run: Path) -> None:
@@ -97,5 +162,7 @@ if __name__ == "__main__":
     (DOCS / "pictures").mkdir(exist_ok=True)
     quickstart()
     smollm2()
+    arith_seeds()
+    spell_seeds()
     if args.page:
         photograph(args.page)

@@ -17,7 +17,7 @@ import actor as actor_module
 from actor import Actor, ActorConfig, Reference, forward, load_model, score
 from attention import packed_attention
 from batch import Task, Trajectory, collate
-from launch import make_accelerator
+from launch import make_accelerator, make_plugin
 from loss import LossConfig
 
 LOSS = LossConfig(loss_scale_factor=12.0)
@@ -85,6 +85,29 @@ def test_sliding_window_sees_only_its_window():
     visible = (offset >= 0) & (offset < 3) & (batch.seq_ids[:, None] == batch.seq_ids[None])
     weights = torch.where(visible, 0.3 * q[0] @ k[0].transpose(1, 2), -torch.inf).softmax(-1)
     torch.testing.assert_close(out, (weights @ v[0]).transpose(0, 1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("reshard, gathers", [(None, 1), (False, 1), (True, 3)])
+def test_one_gpu_gathers_its_weights_once_a_mini_batch(cfg, tokenizer, accelerator, monkeypatch, reshard, gathers):
+    """And not for each of its micro-batches, unless told to; the gradient is the same."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    settings = dataclasses.replace(cfg.actor, reshard_after_forward=reshard, ppo_max_token_len_per_gpu=18)
+    monkeypatch.setattr(accelerator.state, "fsdp_plugin", make_plugin(settings))
+    actor = Actor(settings, accelerator, len(tokenizer), 1.0)
+    gathered, gather = [], FSDPParamGroup._to_unsharded
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", lambda group: gathered.append(id(group)) or gather(group))
+    actor.start_step()
+    actor.backward(sequences(tokenizer), LOSS)
+    assert len(actor.plans[0][1][0]) == 3
+    assert {gathered.count(group) for group in gathered} == ({1} if gathers == 1 else {3, 6})  # the last layer and the root stay for their backward
+    norm = actor.gradient()[1]
+    whole = dataclasses.replace(settings, ppo_max_token_len_per_gpu=1000)
+    actor.cfg = whole
+    actor.optimizer.zero_grad()
+    actor.start_step()
+    actor.backward(sequences(tokenizer), LOSS)
+    assert actor.gradient()[1] == pytest.approx(norm, rel=1e-5)
 
 
 def test_fsdp_is_active_with_one_process(actor):
