@@ -81,6 +81,8 @@ class ActorConfig:
                 raise ValueError(f"actor.{knob}={getattr(self, knob)} must be a number that is not negative")
         if not 0 <= self.min_lr_ratio <= 1 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"actor.min_lr_ratio={self.min_lr_ratio} must be in 0..1, actor.betas={self.betas} at least 0 and below 1")
+        if self.share_prompts and not self.use_dynamic_bsz:
+            raise ValueError("actor.share_prompts needs actor.use_dynamic_bsz: micro-batches cut by trajectories take those of a prompt apart")
         if self.fsdp_size < 1 and self.fsdp_size != -1:
             raise ValueError(f"actor.fsdp_size={self.fsdp_size} must be at least 1, or -1 for all processes")
 
@@ -216,7 +218,7 @@ class Reference:
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         self.cfg, self.device = actor_cfg, accelerator.device
-        model = load_model(cfg.path or actor_cfg.path, getattr(torch, actor_cfg.dtype), num_tokens, temperature, actor_cfg.use_torch_compile).eval().requires_grad_(False)
+        model = load_model(cfg.path or actor_cfg.path, getattr(torch, actor_cfg.dtype), num_tokens, temperature, actor_cfg.use_torch_compile and self.device.type == "cuda").eval().requires_grad_(False)
         offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if cfg.param_offload else None
         # The accelerator's state holds one plugin, and preparing changes the plugin: lend it this model's own.
         state = accelerator.state
@@ -235,7 +237,7 @@ class Actor:
 
     def __init__(self, cfg: ActorConfig, accelerator, num_tokens: int, temperature: float):
         self.cfg, self.accelerator, self.device = cfg, accelerator, accelerator.device
-        model = load_model(cfg.path, torch.float32, num_tokens, temperature, cfg.use_torch_compile)
+        model = load_model(cfg.path, torch.float32, num_tokens, temperature, cfg.use_torch_compile and self.device.type == "cuda")
         optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, fused=self.device.type == "cuda")
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.model.eval()  # no dropout: vLLM has none, and old and current log-probs must be of one policy

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from batch import Trajectory, flat, group_by_prompt
@@ -213,11 +214,10 @@ def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> 
     finals = [list({t.session_id: t for t in sorted(g, key=lambda t: t.index)}.values()) for g in groups]  # [P][<= G]
     places = torch.tensor([(p, g) for p, group in enumerate(finals) for g in range(len(group))]).T  # [2, P * G]
     rewards, masks = (pad_sequence([getattr(t, name)[t.prompt_length :] for g in finals for t in g], batch_first=True) for name in ("token_level_rewards", "loss_mask"))
-    shape = (len(finals), max(len(g) for g in finals), rewards.shape[1])  # P, G, T: columns from the first sampled token on
-    scores, mask = (x.new_zeros(shape).index_put_(tuple(places), x) for x in (rewards, masks))
+    shape = (len(finals), max(len(g) for g in finals), max(rewards.shape[1], 1))  # P, G, T: columns from the first sampled token on
+    scores, mask = (x.new_zeros(shape).index_put_(tuple(places), F.pad(x, (0, shape[2] - x.shape[1]))) for x in (rewards, masks))
     advantages = ESTIMATORS[cfg.adv_estimator](scores, mask, cfg)  # [P, G, T]
-    # Rounding must not invent a signal: fifteen rewards of 0.9 have a mean that is not quite 0.9.
-    equal = equal_groups(scores, mask)  # [P]
+    equal = equal_groups(scores, mask)  # [P]; rounding must not invent a signal: fifteen rewards of 0.9 have a mean that is not quite 0.9
     if cfg.adv_estimator in GROUP_ESTIMATORS:
         advantages[equal] = 0.0
     for p, group in enumerate(finals):

@@ -75,7 +75,7 @@ def shared_attention(
     seen, seen_lse = flash_forward(q[n:], k[:n], v[:n], cu_responses, cu_prompts, longest_responses, longest_prompt, False, scale)
     whole = torch.logaddexp(lse[:, n:], seen_lse)
     weigh = lambda part, part_lse: part.float() * (part_lse - whole).exp().T[:, :, None]  # noqa: E731
-    out, lse = out.clone(memory_format=torch.contiguous_format), lse.clone(memory_format=torch.contiguous_format)
+    out, lse = out.contiguous(), lse.contiguous()
     out[n:], lse[:, n:] = (weigh(out[n:], lse[:, n:]) + weigh(seen, seen_lse)).to(out.dtype), whole
     return out, lse
 

@@ -34,14 +34,15 @@ def prompt_groups(trajectories: list[Trajectory]) -> list[list[int]]:
 
 
 def pack_shared(trajectories: list[Trajectory], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """`batch.pack` by the tokens that the model sees: sessions of a prompt stay together as far as a micro-batch of max_tokens holds them."""
-    units, sizes = [], []
-    for group in prompt_groups(trajectories):
-        prompt = trajectories[group[0]].prompt_length
-        units, sizes = [*units, []], [*sizes, prompt]
-        for i in group:
+    """`batch.pack` by the tokens that the model sees: sessions of a prompt stay together as far as a micro-batch of max_tokens holds them, and no rank has to idle."""
+    groups, units, sizes = prompt_groups(trajectories), [], []
+    whole = [sum(len(trajectories[i].tokens) for i in g) - (len(g) - 1) * trajectories[g[0]].prompt_length for g in groups]
+    share_of_rank = -(-sum(whole) // num_ranks)
+    for group, size in zip(groups, whole):
+        prompt, together = trajectories[group[0]].prompt_length, -(-len(group) // -(-size // share_of_rank))  # sessions
+        for place, i in enumerate(group):
             response = len(trajectories[i].tokens) - prompt
-            if units[-1] and sizes[-1] + response > max_tokens:
+            if place == 0 or len(units[-1]) == together or sizes[-1] + response > max_tokens:
                 units, sizes = [*units, []], [*sizes, prompt]
             units[-1].append(i)
             sizes[-1] += response

@@ -188,6 +188,8 @@ def check_output(output, agent: str, cfg, num_tokens: int) -> list[Trajectory]:
             raise ValueError(f"the agent {agent} returned a trajectory without a sampled token")
         if not len(t.tokens) == len(t.response_mask) == len(t.rollout_logprobs) or not 0 <= min(t.tokens) <= max(t.tokens) < num_tokens:
             raise ValueError(f"the agent {agent} returned {len(t.tokens)} tokens, {len(t.response_mask)} mask bits and {len(t.rollout_logprobs)} log-probs, ids {min(t.tokens)} to {max(t.tokens)} of {num_tokens}: fill it by observe and act")
+        if t.prompt_length == 0 or not np.isfinite(np.array(t.rollout_logprobs, dtype=float)).all():
+            raise ValueError(f"the agent {agent} returned a trajectory without a prompt, or with a log-prob that is no number: fill it by observe, then act")
         if not all(isinstance(value, (int, float)) for value in t.metrics.values()):
             raise ValueError(f"the agent {agent} returned metrics that are no numbers: {t.metrics!r:.200}")
         prompt, response = t.prompt_length, len(t.tokens) - t.prompt_length

@@ -227,6 +227,7 @@ MISTAKES = {  # yaml, flags, and what the message must contain: the knob, the va
     "n of 1": ("rollout: {n: 1}\n", [], ["rollout.n=1", "algorithm.adv_estimator=grpo"]),
     "budget": ("", ["--actor.ppo-max-token-len-per-gpu", "1000"], ["actor.ppo_max_token_len_per_gpu=1000", "data.max_prompt_length=512", "= 1024 tokens"]),
     "budget without gradient": ("", ["--actor.log-prob-max-token-len-per-gpu", "1023"], ["actor.log_prob_max_token_len_per_gpu=1023", "= 1024 tokens"]),
+    "shared prompts, cut by trajectories": ("", ["--actor.share-prompts", "--actor.no-use-dynamic-bsz"], ["actor.share_prompts", "actor.use_dynamic_bsz"]),
     "bypass and correction": ("loss: {bypass_mode: true, rollout_is: token}\n", [], ["loss.bypass_mode", "loss.rollout_is=token"]),
     "val_only without rows": ("trainer: {val_only: true}\n", [], ["trainer.val_only", "data.val_files"]),
 }

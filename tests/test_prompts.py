@@ -76,10 +76,22 @@ def test_micro_batches_hold_what_the_model_sees_and_keep_sessions_together(budge
     for micro_batch in filter(None, micro_batches):
         prompts = {(t.uid, t.prompt_length) for t in (trajectories[i] for i in micro_batch)}
         assert sum(length for _, length in prompts) + sum(len(trajectories[i].tokens) - trajectories[i].prompt_length for i in micro_batch) <= budget
-    if budget == 20:  # each group fits, and none is cut
+    if (budget, ranks) == (20, 1):  # each group fits, and none is cut
         assert all({t.uid for t in (trajectories[i] for i in a)}.isdisjoint({trajectories[i].uid for i in b}) for a, b in itertools.combinations(micro_batches, 2))
     with pytest.raises(ValueError, match="actor.ppo_max_token_len_per_gpu"):
         pack_shared(trajectories, ranks, 9)
+
+
+def test_few_prompts_are_cut_where_ranks_would_idle():
+    """2 prompts of 6 sessions on 4 ranks: 640 tokens of responses and each prompt twice, not two ranks with all."""
+    trajectories = []
+    for p, s in itertools.product(range(2), range(6)):
+        t = Trajectory(Task("", "", ""), uid=str(p), session_id=s)
+        t.observe([p + 4] * 20)
+        t.act([5] * 50, [-1.0] * 50)
+        trajectories.append(t)
+    for ranks, expected in ((1, [12]), (2, [6, 6]), (4, [3, 3, 3, 3])):
+        assert [len(indices) for rank in pack_shared(trajectories, ranks, 10_000) for indices in rank] == expected
 
 
 def test_an_update_is_the_same_with_shared_prompts(actor, tokenizer):

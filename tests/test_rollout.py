@@ -261,6 +261,18 @@ async def measures_no_number(task, policy, cfg):
     return t
 
 
+async def knows_no_log_prob(task, policy, cfg):
+    t = await single_turn_agent(task, policy, cfg)
+    t.rollout_logprobs[-1] = None
+    return t
+
+
+async def begins_with_a_sampled_token(task, policy, cfg):
+    t, whole = Trajectory(task), await single_turn_agent(task, policy, cfg)
+    t.act(whole.tokens[-1:], whole.rollout_logprobs[-1:])
+    return t
+
+
 FAILURES = [
     (raises, "KeyError: 'no such tool'"),
     (hangs, "session 1 had not ended after rollout.session_timeout_s=0.5"),
@@ -274,6 +286,8 @@ FAILURES = [
     (writes_tokens_by_hand, "mask bits"),
     (returns_ids_that_are_none, "ids 1 to 1000000 of"),
     (measures_no_number, "metrics that are no numbers: {'mood': 'good'}"),
+    (knows_no_log_prob, "without a prompt, or with a log-prob that is no number"),
+    (begins_with_a_sampled_token, "without a prompt, or with a log-prob that is no number"),
 ]
 
 
