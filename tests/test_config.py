@@ -227,7 +227,6 @@ MISTAKES = {  # yaml, flags, and what the message must contain: the knob, the va
     "n of 1": ("rollout: {n: 1}\n", [], ["rollout.n=1", "algorithm.adv_estimator=grpo"]),
     "budget": ("", ["--actor.ppo-max-token-len-per-gpu", "1000"], ["actor.ppo_max_token_len_per_gpu=1000", "data.max_prompt_length=512", "= 1024 tokens"]),
     "budget without gradient": ("", ["--actor.log-prob-max-token-len-per-gpu", "1023"], ["actor.log_prob_max_token_len_per_gpu=1023", "= 1024 tokens"]),
-    "shared prompts, cut by trajectories": ("", ["--actor.share-prompts", "--actor.no-use-dynamic-bsz"], ["actor.share_prompts", "actor.use_dynamic_bsz"]),
     "bypass and correction": ("loss: {bypass_mode: true, rollout_is: token}\n", [], ["loss.bypass_mode", "loss.rollout_is=token"]),
     "val_only without rows": ("trainer: {val_only: true}\n", [], ["trainer.val_only", "data.val_files"]),
 }
@@ -309,6 +308,7 @@ TYRO = {  # what tyro refuses: message on stderr, exit code 2
     "rollout_is": ("", ["--loss.rollout-is", "tokens"], ["--loss.rollout-is", "'tokens'"]),
     "negative lr": ("", ["--actor.lr", "-1"], ["actor.lr=-1.0"]),
     "lr that is no number": ("", ["--actor.lr", "nan"], ["actor.lr=nan"]),
+    "shared prompts, cut by trajectories": ("", ["--actor.share-prompts", "--actor.no-use-dynamic-bsz"], ["actor.share_prompts", "actor.use_dynamic_bsz"]),
     "beta of 1": ("", ["--actor.betas", "0.9", "1.0"], ["actor.betas=(0.9, 1.0)"]),
     "no skipped step": ("", ["--log.max-skipped-steps", "0"], ["log.max_skipped_steps=0"]),
     "n of 0": ("", ["--rollout.n", "0"], ["rollout.n=0"]),
