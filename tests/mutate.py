@@ -1,7 +1,7 @@
 """Do the tests notice? Seeded bugs, each a replacement in one line, and the test that must catch it: `make mutate`.
 
 The repository is copied, one bug at a time is put into the copy, and the named test must fail, or take far longer than without it: a rank
-that waits for another is caught too. Prints a table; exits 1 when a bug survives. Words after the command choose bugs: `python tests/mutate.py seed budget`.
+that waits for another is caught too. Prints a table; exits 1 when a bug survives. Words after the command choose bugs: `python tests/mutate.py seed actor.py`.
 """
 import collections
 import contextlib
@@ -39,7 +39,7 @@ BUGS = [
     Bug("sequences of the micro-batch", "loss.py", "[seq_ids] / max(totals.seqs, 1)", "[seq_ids] / num_seqs", CUT),
     Bug("factor world size dropped", "actor.py", "backward(loss * dist.get_world_size())", "backward(loss)", RANKS + "[2]"),
     Bug("rank without work trains", "actor.py", "batch.loss_mask = torch.zeros_like(batch.loss_mask)", "pass", RANKS + "[3]"),
-    Bug("shift off by one", "actor.py", "logits_to_keep=sampled - 1", "logits_to_keep=sampled", FORWARD),
+    Bug("shift off by one", "actor.py", "batch.position_ids, sampled - 1", "batch.position_ids, sampled", FORWARD),
     Bug("temperature forgotten", "actor.py", ".float() / temperature", ".float()", FORWARD),
     Bug("padding of the vocabulary in the softmax", "actor.py", "[:, :num_tokens].float()", ".float()", FORWARD),
     Bug("positions not reset", "batch.py", "torch.arange(len(seq_ids)) - cu_seqlens[seq_ids]", "torch.arange(len(seq_ids))", "test_batch.py::test_collate_puts_sequences_end_to_end"),
@@ -93,7 +93,7 @@ BUGS = [
     Bug("gradient that is not finite applied", "actor.py", "        if math.isfinite(norm):", "        if True:", "test_actor.py::test_gradient_that_is_not_finite_skips_the_step_and_is_counted"),
     Bug("dropout left on", "actor.py", "self.model.eval()", "self.model.train()", "test_actor.py::test_dropout_is_off"),
     Bug("seed shared by a prompt's sessions", "rollout.py", "session_seed(*key, session_id)", "session_seed(*key)", "test_rollout.py::test_sessions_differ_and_repeat_whatever_is_sampled_beside_them"),
-    Bug("end-of-turn token dropped", "engine.py", "list(output.token_ids), list(output.logprobs.logprobs)", "list(output.token_ids)[:-1], list(output.logprobs.logprobs)[:-1]", "test_rollout.py::test_finish_reason_is_vllms_and_the_end_token_is_the_policys"),
+    Bug("end-of-turn token dropped", "engine.py", "Reply(list(output.token_ids), logprobs, ", "Reply(list(output.token_ids)[:-1], logprobs[:-1], ", "test_rollout.py::test_finish_reason_is_vllms_and_the_end_token_is_the_policys"),
     Bug("ids past the tokenizer allowed", "engine.py", "logits[..., num_tokens:] = -torch.inf", "pass", "test_rollout.py::test_ids_past_the_tokenizer_are_never_sampled"),
     Bug("log-probs before the temperature", "engine.py", '"processed_logprobs"', '"raw_logprobs"', "test_rollout.py::test_rollout_logprobs_are_the_actors_at_any_temperature"),
     Bug("any order of sleep and wake", "engine.py", "if self.state != expected:", "if False:", "test_sync_weights.py::test_only_the_right_order_is_possible"),
@@ -191,7 +191,8 @@ def main() -> None:
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"  # two mutants of one second and one size would share a .pyc
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of a test become children of this process
     only = sys.argv[1:]  # words of bugs to run, for working on this file
-    bugs = [bug for bug in BUGS if not only or any(word in bug.what for word in only)]
+    bugs = [bug for bug in BUGS if not only or any(word in bug.what or word == bug.file for word in only)]
+    assert bugs, f"no bug has {', '.join(only)} in its name, or is in a file of this name"
     with tempfile.TemporaryDirectory() as name:
         folder, log, start = Path(name) / "copy", Path(name) / "log", time.time()
         folder.mkdir()

@@ -169,6 +169,16 @@ def test_diagnoses_are_counted():
     assert f"afterwards, {len(DIAGNOSES) + len(TRENDS)} of them" in TEXTS["README.md"]
 
 
+def test_every_seeded_bug_can_be_put_in():
+    """`make mutate` replaces a piece of code that stands in its file once; code that moves must take its bug along."""
+    import mutate
+
+    assert {bug.what: count for bug in mutate.BUGS if (count := (ROOT / bug.file).read_text().count(bug.old)) != 1} == {}
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    named = {bug.what: bug.test.split("::") for bug in mutate.BUGS}
+    assert [what for what, (file, test) in named.items() if f"def {test.partition('[')[0]}(" not in tests[file]] == []
+
+
 def test_lines_of_a_step_are_counted():
     names, said = re.search(r"Lockstep: ([a-z_ ]+) = ([\d,]+)\.", TEXTS["compared.md"]).groups()
     lines = sum(len((ROOT / f"{name}.py").read_text().splitlines()) for name in names.split())
