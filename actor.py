@@ -316,7 +316,7 @@ class Actor:
         self.plans.append((mini_batch, plan))
         for left, indices in zip(range(len(plan[0]))[::-1], plan[dist.get_rank()]):
             if self.num_shards == 1:  # nothing to gather or scatter: the weights stay cast, unless that is too much, and gradients add up; the last one ends both
-                self.model.set_reshard_after_backward(left == 0 or reshards(self.cfg))
+                self.model.set_reshard_after_backward(left == 0 or reshards(self.cfg, self.num_shards))
                 self.model.set_requires_gradient_sync(left == 0)
             self.model.set_requires_all_reduce(left == 0)  # copies of the weights (HSDP) add up their gradients once, at the last
             batch = collate_for([mini_batch[i] for i in indices or [0]], self.cfg, self.device)

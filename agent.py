@@ -15,6 +15,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from batch import Task, Trajectory
 from chat import encode_reply, result_messages, with_tools
 from data import fit, render
@@ -133,6 +135,11 @@ class Policy:
         return await self.engine.tools.call(call)
 
 
+def decode(tokens: list[int], tokenizer, skip_special_tokens: bool = True, **kwargs) -> str:
+    """Their text. As an array: of a list, transformers looks at every element's type."""
+    return tokenizer.decode(np.array(tokens), skip_special_tokens=skip_special_tokens, **kwargs)
+
+
 def session_seed(*key) -> int:
     """A sampling seed from what names the session: 63 bits of a hash, so that no two share one, whatever rank or batch they are in."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
@@ -184,7 +191,7 @@ async def tool_agent(task, policy, cfg) -> Trajectory:
         trajectory.finish_reason = reply.finish_reason
         if reply.finish_reason == "length":  # in the midst of a turn
             return trajectory
-        calls = FORMATS[cfg.format].parse(policy.tokenizer.decode(reply.tokens[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        calls = FORMATS[cfg.format].parse(decode(reply.tokens[:-1], policy.tokenizer, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if not calls or trajectory.num_turns == cfg.max_assistant_turns:
             return trajectory
         results = await asyncio.gather(*map(policy.call_tool, calls[: cfg.max_parallel_calls]))

@@ -27,7 +27,8 @@ def import_vllm():
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():
         torch._dynamo.config.disable = True  # it would compile the sampler with g++ for half a minute
-    from torch._inductor import config  # noqa: F401 - before vLLM, which would have it compile kernels one at a time
+    else:
+        from torch._inductor import config  # noqa: F401 - before vLLM, which would have it compile kernels one at a time, the actor's too
     import vllm
 
     version = tuple(int(x) for x in vllm.__version__.split("+")[0].split(".")[:2])

@@ -154,9 +154,9 @@ def num_shards(cfg) -> int:
     return int(os.environ["WORLD_SIZE"]) if cfg.fsdp_size == -1 else cfg.fsdp_size
 
 
-def reshards(cfg) -> bool:
-    """Whether a layer's weights are freed after its forward. On one GPU that only casts them again."""
-    return num_shards(cfg) > 1 if cfg.reshard_after_forward is None else cfg.reshard_after_forward
+def reshards(cfg, shards: int) -> bool:
+    """Whether a layer's weights are freed after its forward. With one shard that only casts them again."""
+    return shards > 1 if cfg.reshard_after_forward is None else cfg.reshard_after_forward
 
 
 def make_plugin(cfg, **kwargs):
@@ -165,5 +165,5 @@ def make_plugin(cfg, **kwargs):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
-    kwargs |= {"reshard_after_forward": reshards(cfg), "mixed_precision_policy": policy}
+    kwargs |= {"reshard_after_forward": reshards(cfg, num_shards(cfg)), "mixed_precision_policy": policy}
     return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **kwargs)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import actor
+from launch import reshards
 from sync_weights import SUMMED_AT_ONCE
 
 GIB = 2**30
@@ -123,9 +124,7 @@ class Estimate:
 
     def gathered(self, shape: Shape) -> int:
         """What FSDP2 holds whole: the layer at work, the one fetched ahead, and the head; without resharding everything."""
-        asked = self.cfg.actor.reshard_after_forward
-        reshard = self.shards > 1 if asked is None else asked
-        return self.e * (min(2 * shape.layer + shape.vocab * shape.hidden, shape.params) if reshard else shape.params)
+        return self.e * (min(2 * shape.layer + shape.vocab * shape.hidden, shape.params) if reshards(self.cfg.actor, self.shards) else shape.params)
 
     def micro_batch(self, budget: int, prompts: int, vocab: int) -> tuple[int, int, int, bool]:
         """Most tokens of a micro-batch, most sampled ones in it, how many of those have logits at once, and whether there may be several micro-batches."""

@@ -43,7 +43,8 @@ def pack_shared(trajectories: list[Trajectory], num_ranks: int, max_tokens: int)
         for place, i in enumerate(group):
             response = len(trajectories[i].tokens) - prompt
             if place == 0 or len(units[-1]) == together or sizes[-1] + response > max_tokens:
-                units, sizes = [*units, []], [*sizes, prompt]
+                units.append([])
+                sizes.append(prompt)
             units[-1].append(i)
             sizes[-1] += response
     return [[[i for unit in micro_batch for i in units[unit]] for micro_batch in rank] for rank in pack(sizes, num_ranks, max_tokens)]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from advantage import set_baselines
-from agent import Policy, PromptTooLong, find_agent, session_seed
+from agent import Policy, PromptTooLong, decode, find_agent, session_seed
 from batch import Task, Trajectory, gather, group_kind, prompt_uid, rank_share
 from reward import check_failures, too_many_failed
 
@@ -171,11 +171,6 @@ class Rollout:
         if too_many_failed(self.num_unscored, self.num_expected, cfg.reward):
             raise RuntimeError(f"{self.num_unscored} of {self.num_expected} trajectories could not be scored, more than reward.max_failed_fraction={cfg.reward.max_failed_fraction}; one of them:\n{(errors or [''])[0]}")
         return trajectories
-
-
-def decode(tokens: list[int], tokenizer) -> str:
-    """Their text, without special tokens. As an array: of a list, transformers looks at every element's type."""
-    return tokenizer.decode(np.array(tokens), skip_special_tokens=True)
 
 
 def check_output(output, agent: str, cfg, num_tokens: int) -> list[Trajectory]:

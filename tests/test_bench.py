@@ -90,7 +90,8 @@ def run_bench(*args, processes=1):
 def test_two_processes_run_a_dummy_and_rank_0_prints_the_table(tmp_path):
     done = run_bench(
         "--dummy-weights", "tiny", "--dummy-dir", str(tmp_path), "--steps", "1", "--json", str(tmp_path / "out.json"), "--data.train-batch-size", "4", "--actor.ppo-mini-batch-size", "4",
-        "--data.max-prompt-length", "9", "--data.max-response-length", "12", "--rollout.n", "2", "--rollout.kv-cache-memory-bytes", str(32 << 20), processes=2,
+        "--data.max-prompt-length", "9", "--data.max-response-length", "12", "--rollout.n", "2", "--rollout.kv-cache-memory-bytes", str(32 << 20),
+        "--checkpoint.save-freq", "1", processes=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "out.json").read_text())
@@ -99,6 +100,7 @@ def test_two_processes_run_a_dummy_and_rank_0_prints_the_table(tmp_path):
     assert metrics["rollout/prompt_length/mean"] == 9 and metrics["response_length/min"] == metrics["response_length/max"] == 12
     assert metrics["step"] == 1 and metrics["actor/num_updates"] == 1 and metrics["actor/grad_norm"] > 0 and metrics["reward/std"] > 0
     assert {"step", "gen", "old_log_prob", "update_actor", "sync", "sleep"} <= set(phases)
+    assert "save_checkpoint" in phases  # asked for on the command line: what bench.py turns off, its user can turn on
     assert phases["update_actor"]["tokens_per_s"] == pytest.approx(8 * 21 / 2 / metrics["timing_s/update_actor"])
     assert sum(phases[p]["share"] for p in ("gen", "old_log_prob", "update_actor", "sync", "sleep")) < 1.01
     assert {"imports", "Engine", "Actor", "sync_weights"} <= set(report["startup"]) and all(seconds >= 0 for seconds in report["startup"].values())
