@@ -1,27 +1,25 @@
 """The policy and the reference: Hugging Face models under accelerate's FSDP2, on packed sequences.
 
 `Actor.score` gives log-probs without gradient, `Actor.update` takes a step's optimizer steps, `Actor.weights` streams the
-weights for vLLM. [T, V] logits never exist whole: the LM head computes log-probs and entropy in chunks.
+weights for vLLM. [T, V] logits never exist whole (head.py).
 """
 import math
 import random
-import types
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from attention import learn_varlen, packed_attention
-from batch import Batch, Trajectory, collate, group_by_prompt, pack, token_imbalance
+from attention import packed_attention
+from batch import Batch, Trajectory, collate, group_by_prompt, pack, send, token_imbalance
+from head import replace_head
 from launch import make_plugin, reshards
 from loss import count_totals, policy_loss
 from offload import Moments
 from prompts import pack_shared, share
 
-HEAD_CHUNK_ELEMENTS = 2**28  # logits that the LM head holds at once, in float32: 1 GiB
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to a parameter's name
 
 
@@ -62,7 +60,7 @@ class ActorConfig:
     enable_gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
     use_torch_compile: bool = True
-    """Compile the layers and the LM head, once for all shapes: half a minute more at a first step, half the time of each. (Not on the CPU.)"""
+    """Compile the layers, once for all shapes: half a minute more at a first step, half the time of each. (Not on the CPU.)"""
     share_prompts: bool = False
     """Compute a prompt once for all of its sessions in a micro-batch: exact, and less work where prompts are long. Not run on a GPU yet."""
     reshard_after_forward: bool | None = None
@@ -105,24 +103,6 @@ def lr_factor(step: int, total_steps: int, cfg: ActorConfig) -> float:
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def head_forward(head, hidden):
-    """Replaces lm_head.forward: log-prob and entropy of head.targets, [1, K, hidden] -> [1, K, 2] float32, in chunks of K."""
-    hidden = hidden.reshape(-1, hidden.size(-1))  # [K, hidden]
-    rows = max(1, HEAD_CHUNK_ELEMENTS // head.weight.size(0))
-    temperature = torch.full((), head.temperature, device=hidden.device)  # of a number, torch.compile makes a kernel for the CPU, which takes a minute
-    chunks, rest = zip(hidden.split(rows), head.targets.split(rows)), (head.weight, head.bias, temperature, head.num_tokens)
-    return torch.cat([checkpoint(getattr(head, "compiled_chunk", head_chunk), h, t, *rest, use_reentrant=False) for h, t in chunks], 1)
-
-
-def head_chunk(hidden, targets, weight, bias, temperature, num_tokens: int):
-    """log-prob and entropy [1, chunk, 2] of softmax(logits / temperature) over the tokenizer's num_tokens tokens."""
-    logits = F.linear(hidden, weight, bias)[:, :num_tokens].float() / temperature  # [chunk, V]
-    logsumexp = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - logsumexp
-    entropy = logsumexp - ((logits - logsumexp[:, None]).exp() * logits).sum(-1)
-    return torch.stack([logprobs, entropy], -1)[None]
-
-
 def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float, compiled: bool = False):
     """A causal LM with packed attention and the chunked log-prob head. ValueError for a model that either would get wrong."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -132,16 +112,12 @@ def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: floa
         if getattr(config, knob, None) not in (None, 1.0):
             raise ValueError(f"actor.path={path}: its config has {knob}, which the packed log-prob forward does not compute; use a model without it")
     AttentionInterface.register("packed", packed_attention)
-    if torch.cuda.is_available():
-        learn_varlen()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
     head = model.get_output_embeddings()
     if num_tokens > head.weight.size(0):
         raise ValueError(f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {head.weight.size(0)}")
-    head.targets, head.temperature, head.num_tokens = None, temperature, num_tokens
-    head.forward = types.MethodType(head_forward, head)
+    replace_head(head, num_tokens, temperature)
     if compiled:  # hooks of FSDP and checkpointing stay outside
-        head.compiled_chunk = torch.compile(head_chunk, dynamic=True)
         for layer in (m for m in model.modules() if type(m).__name__ in model._no_split_modules):
             layer.forward = torch.compile(layer.forward, dynamic=True)
     return model
@@ -152,7 +128,7 @@ def forward(model, batch: Batch):
 
     The head sees only the positions whose next token was sampled.
     """
-    sampled = batch.response_mask.nonzero()[:, 0]  # [K]
+    sampled = batch.sampled  # [K]
     assert len(sampled), "a micro-batch without a sampled token has nothing to compute"
     model.get_output_embeddings().targets = batch.tokens[sampled]
     tokens, position_ids, before = batch.tokens, batch.position_ids, sampled - 1
@@ -189,22 +165,22 @@ def collate_for(trajectories: list[Trajectory], cfg: ActorConfig, device) -> Bat
 def score(model, trajectories: list[Trajectory], cfg: ActorConfig, device) -> list[torch.Tensor]:
     """Log-probs [L] of every trajectory, on every rank; each rank computes its share. No gradient."""
     lengths = [len(t.tokens) for t in trajectories]
-    own: dict[int, torch.Tensor] = {}
+    own: list[tuple[list[int], torch.Tensor]] = []
     with torch.no_grad():
         for indices in plan_of(trajectories, cfg, cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu)[dist.get_rank()]:
             batch = collate_for([trajectories[i] for i in indices or [0]], cfg, device)
-            logprobs = forward(model, batch)[0]
-            own |= zip(indices, logprobs.split([lengths[i] for i in indices or [0]]))
+            own.append((indices, forward(model, batch)[0]))
     reshard(model)
     return share_logprobs(own, lengths, device)
 
 
-def share_logprobs(own: dict[int, torch.Tensor], lengths: list[int], device) -> list[torch.Tensor]:
-    """Every trajectory's log-probs [L] on every rank, from the ones that each rank computed. A collective."""
+def share_logprobs(own: list[tuple[list[int], torch.Tensor]], lengths: list[int], device) -> list[torch.Tensor]:
+    """Every trajectory's log-probs [L] on every rank, from (indices, log-probs [T]) of each micro-batch that a rank computed. A collective."""
     whole = torch.zeros(sum(lengths), device=device)  # all trajectories end to end
-    parts = whole.split(lengths)
-    for i, logprobs in own.items():
-        parts[i].copy_(logprobs)
+    starts = [0, *accumulate(lengths)]
+    for indices, logprobs in own:
+        if indices:
+            whole[send(torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices]), device)] = logprobs
     if dist.get_world_size() > 1:
         dist.all_reduce(whole)
     return list(whole.cpu().split(lengths))
@@ -260,7 +236,7 @@ class Actor:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.start_step()
-        own: dict[int, torch.Tensor] | None = {} if trajectories[0].old_logprobs is None else None
+        own: list | None = [] if trajectories[0].old_logprobs is None else None
         for mini_batch in self.mini_batches(trajectories, f"{seed}/{step}"):
             assert own is None or not self.updates, "a second update needs old_logprobs from before the first"
             self.updates.append((mini_batch, self.backward(mini_batch, loss_cfg, own), self.optimizer_step()))
@@ -286,7 +262,7 @@ class Actor:
         self.plans = []  # (mini-batch, [rank][micro-batch] -> its indices) of each
         self.entropies: dict[str, torch.Tensor] = {}  # [L] by the key of a trajectory that this rank computed, of the first update that met it
 
-    def backward(self, mini_batch: list[Trajectory], loss_cfg, own: dict | None = None) -> dict[str, list]:
+    def backward(self, mini_batch: list[Trajectory], loss_cfg, own: list | None = None) -> dict[str, list]:
         """The gradient of a mini-batch's loss, into the parameters. Returns its metrics as [sum, count] of this rank; puts its log-probs into `own`."""
         totals, sums = count_totals(mini_batch), {}
         for indices, batch in self.micro_batches(mini_batch):
@@ -294,10 +270,9 @@ class Actor:
             loss, metrics = policy_loss(batch, logprobs, entropy, loss_cfg, totals)
             self.accelerator.backward(loss * dist.get_world_size())  # FSDP averages gradients over the ranks
             add_sums(sums, metrics)
-            lengths = [len(mini_batch[i].tokens) for i in indices or [0]]
             if own is not None:
-                own |= zip(indices, logprobs.detach().split(lengths))
-            for i, values in zip(indices, entropy.detach().split(lengths)):
+                own.append((indices, logprobs.detach()))
+            for i, values in zip(indices, entropy.detach().split([len(mini_batch[i].tokens) for i in indices or [0]])):
                 self.entropies.setdefault(mini_batch[i].key, values)
         return sums
 

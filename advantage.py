@@ -88,12 +88,15 @@ def gpg(scores, mask, cfg):
 
 def reinforce_plus_plus(scores, mask, cfg):
     """Discounted return-to-go on sampled tokens, whitened over the batch (Hu 2025, arXiv:2501.03262)."""
-    returns, running = torch.zeros_like(scores), torch.zeros_like(scores[..., 0])
-    for t in reversed(range(scores.shape[-1])):
-        step = torch.where(mask[..., t], scores[..., t], 0.0) + cfg.gamma * running
-        running = torch.where(mask[..., t], step, running)  # observations neither earn nor discount
-        returns[..., t] = running
-    return whiten(returns, mask)
+    return whiten(returns_to_go(scores, mask, cfg.gamma), mask)
+
+
+def returns_to_go(scores, mask, gamma):
+    """[..., T]: what follows each sampled token, itself included; observations neither earn nor discount."""
+    returns, discount = torch.where(mask, scores, 0.0), torch.ones_like(scores).masked_fill(mask, gamma)
+    for t in reversed(range(scores.shape[-1] - 1)):
+        returns[..., t] += discount[..., t] * returns[..., t + 1]
+    return returns
 
 
 def reinforce_plus_plus_baseline(scores, mask, cfg):
@@ -180,20 +183,16 @@ def set_baselines(groups: list[list[Trajectory]], greedy: list[list[Trajectory]]
 
 def set_token_level_rewards(trajectories: list[Trajectory], cfg: AlgorithmConfig, kl_coef: float) -> dict[str, float]:
     """The score on each trajectory's last sampled token, less kl_coef * KL(old, ref) on every sampled token when asked for."""
-    kl_means = []
-    for trajectory in trajectories:
-        mask = trajectory.loss_mask  # [L]
-        rewards = torch.zeros(len(mask), dtype=torch.float64)  # [L]
-        if mask.any():
-            rewards[mask.nonzero()[-1]] = trajectory.score - trajectory.baseline
-            if cfg.use_kl_in_reward:
-                kl = kl_divergence(trajectory.old_logprobs, trajectory.ref_logprobs, cfg.kl_penalty)  # [L]
-                rewards -= kl_coef * torch.where(mask, kl, 0.0)
-                kl_means.append(float(kl[mask].mean()))
-        trajectory.token_level_rewards = rewards
-    if not cfg.use_kl_in_reward:
-        return {}
-    return {"reward/kl": sum(kl_means) / max(len(kl_means), 1), "reward/kl_coef": kl_coef}
+    kl_means, lengths, mask = [], [len(t.tokens) for t in trajectories], torch.cat([t.loss_mask for t in trajectories]).numpy()
+    last = np.maximum.reduceat(np.where(mask, np.arange(len(mask)), -1), np.cumsum([0, *lengths[:-1]]))  # [S] of all tokens end to end; -1: none counts
+    rewards = torch.zeros(len(mask), dtype=torch.float64)
+    rewards[last[last >= 0]] = torch.tensor([t.score - t.baseline for t in trajectories], dtype=torch.float64)[last >= 0]
+    for t, t.token_level_rewards in zip(trajectories, rewards.split(lengths)):
+        if cfg.use_kl_in_reward and t.loss_mask.any():
+            kl = kl_divergence(t.old_logprobs, t.ref_logprobs, cfg.kl_penalty)  # [L]
+            t.token_level_rewards -= kl_coef * torch.where(t.loss_mask, kl, 0.0)
+            kl_means.append(float(kl[t.loss_mask].mean()))
+    return {"reward/kl": sum(kl_means) / max(len(kl_means), 1), "reward/kl_coef": kl_coef} if cfg.use_kl_in_reward else {}
 
 
 def update_kl_coef(kl_coef: float, kl: float, num_trajectories: int, cfg: AlgorithmConfig) -> float:
@@ -220,14 +219,15 @@ def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> 
     equal = equal_groups(scores, mask)  # [P]; rounding must not invent a signal: fifteen rewards of 0.9 have a mean that is not quite 0.9
     if cfg.adv_estimator in GROUP_ESTIMATORS:
         advantages[equal] = 0.0
-    for p, group in enumerate(finals):
-        of_session = {t.session_id: (t, advantages[p, g].float()) for g, t in enumerate(group)}
-        for t in groups[p]:
+    for group, final_ones, rows in zip(groups, finals, advantages.float().unbind()):
+        of_session = {t.session_id: (t, row) for t, row in zip(final_ones, rows.unbind())}
+        for t in group:
             final, row = of_session[t.session_id]  # row [T]
-            t.advantages = torch.zeros(len(t.tokens))  # [L]
             if t is final:
-                t.advantages[t.prompt_length :] = row[: len(t.tokens) - t.prompt_length]
-            elif final.loss_mask.any():
+                t.advantages = F.pad(row[: len(t.tokens) - t.prompt_length], (t.prompt_length, 0))  # [L]
+                continue
+            t.advantages = torch.zeros(len(t.tokens))  # [L]
+            if final.loss_mask.any():
                 whole = row[int(final.loss_mask.nonzero()[0]) - final.prompt_length]  # the session's: return from its start
                 t.advantages[t.loss_mask] = float(whole)
             else:
@@ -245,8 +245,7 @@ def equal_groups(scores, mask):
 def advantage_metrics(advantages, scores, mask, equal) -> dict[str, float]:
     """Over sampled tokens, in verl's names; and the share of groups that taught nothing."""
     values = advantages[mask]
-    s, valid, _ = session_scores(scores, mask)
-    solved = (torch.where(valid, s, 0.0).sum(1) > 0) & equal
+    solved = (session_scores(scores, mask)[0].sum(1) > 0) & equal
     metrics = {"reward/frac_zero_std": equal.double().mean(), "reward/frac_zero_std_positive": solved.double().mean()}
     if values.numel():
         metrics |= {"critic/advantages/mean": values.mean(), "critic/advantages/max": values.max(), "critic/advantages/min": values.min()}

@@ -1,21 +1,13 @@
-"""Attention of packed sequences, each to itself: torch's varlen flash attention on GPUs, padded rows elsewhere; and to prompts that sequences share.
+"""Attention of packed sequences, each to itself: flash attention on GPUs, padded rows elsewhere; and to prompts that sequences share.
 
 Registered with transformers as "packed" by actor.load_model. `packing` is the batch that the model runs on.
 """
-import inspect
+import functools
 
 import torch
 import torch.nn.functional as F
 
 from batch import Batch
-
-VARLEN_OPTIONS: dict[str, bool] = {}  # what this torch's varlen_attn needs to be told
-
-
-def learn_varlen() -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
-    VARLEN_OPTIONS.update({"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})  # older ones see it by themselves
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs):
@@ -23,16 +15,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     shared, flash = packing.shared, query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     window = sliding_window if sliding_window is not None and packing.max_seqlen > sliding_window else None
-    if shared is not None and flash and window is None:
+    if flash and shared is not None and window is None:
         sizes = shared.num_prompt_tokens, shared.longest_own, shared.longest_responses, shared.longest_prompt
-        return shared_attention(q, k, v, shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, scaling)[0][None], None
+        return flash_attention(q, k, v, shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, scaling, -1)[0][None], None
     if shared is not None:  # every sequence gets a copy of its prompt, for this layer's attention only
         q, k, v = (x[shared.places] for x in (q, k, v))
     if flash:
-        from torch.nn.attention.varlen import varlen_attn
-
         cu, longest = packing.cu_seqlens, packing.max_seqlen
-        out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1 if window is None else window - 1, 0), **VARLEN_OPTIONS)
+        out = flash_attention(q, k, v, cu, cu, cu, 0, longest, 0, 0, scaling, -1 if window is None else window - 1)[0]
     else:
         out = padded_attention(q, k, v, scaling, window, packing)
     return (out if shared is None else out[shared.index])[None], None
@@ -53,53 +43,81 @@ def padded_attention(q, k, v, scaling: float, window: int | None, packing: Batch
     return out.transpose(1, 2)[rows, columns]
 
 
-def flash_forward(q, k, v, cu_q, cu_k, longest_q: int, longest_k: int, causal: bool, scale: float):
-    """torch's varlen flash attention: out [T, H, D] and log-sum-exp [H, T] float32."""
-    return torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, longest_q, longest_k, 0.0, causal, False, scale=scale)[:2]
+@functools.cache
+def flash_3():
+    """FlashAttention 3's forward, which vLLM brings for Hopper GPUs; None elsewhere."""
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:
+        return None
+    return flash_attn_varlen_func if is_fa_version_supported(3) else None
 
 
-def flash_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q: int, longest_k: int, causal: bool, scale: float):
-    """Gradients of q, k, v. Of a part of the keys they are those of the whole attention when `out` and `lse` are the whole's."""
+def flash_forward(q, k, v, cu_q, cu_k, longest_q: int, longest_k: int, causal: bool, scale: float, left: int = -1):
+    """out [T, H, D] and log-sum-exp [H, T] float32; a token sees `left` tokens before it, all when -1."""
+    if flash_3():
+        window = (left, 0 if left >= 0 else -1)
+        return flash_3()(q, k, v, longest_q, cu_q, longest_k, cu_k, softmax_scale=scale, causal=causal, window_size=window, return_softmax_lse=True, num_splits=1, fa_version=3)
+    window = {"window_size_left": left, "window_size_right": 0} if left >= 0 else {}
+    return torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, longest_q, longest_k, 0.0, causal, False, scale=scale, **window)[:2]
+
+
+def flash_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q: int, longest_k: int, causal: bool, scale: float, left: int = -1):
+    """Gradients of q, k, v, by torch's kernel. Of a part of the keys they are those of the whole attention when `out` and `lse` are the whole's."""
     rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # there is no dropout
-    return torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, causal, rng_state, unused, scale=scale)
+    window = {"window_size_left": left, "window_size_right": 0} if left >= 0 else {}
+    return torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, causal, rng_state, unused, scale=scale, **window)
 
 
-@torch.library.custom_op("lockstep::shared_attention", mutates_args=())
-def shared_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_own: torch.Tensor, cu_responses: torch.Tensor, cu_prompts: torch.Tensor,
-    num_prompt_tokens: int, longest_own: int, longest_responses: int, longest_prompt: int, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out [T', H, D], log-sum-exp [H, T']). Two attentions of a response, to itself and to its prompt, are merged by their log-sum-exps."""
-    n = num_prompt_tokens
-    out, lse = flash_forward(q, k, v, cu_own, cu_own, longest_own, longest_own, True, scale)
-    seen, seen_lse = flash_forward(q[n:], k[:n], v[:n], cu_responses, cu_prompts, longest_responses, longest_prompt, False, scale)
-    whole = torch.logaddexp(lse[:, n:], seen_lse)
+def merge(out, lse, seen, seen_lse) -> None:
+    """Two attentions of the same queries to different keys become one, in place: out [T, H, D], lse [H, T]."""
+    if out.is_cuda:
+        import kernels
+
+        return kernels.merge(out, lse, seen, seen_lse)
+    whole = torch.logaddexp(lse, seen_lse)
     weigh = lambda part, part_lse: part.float() * (part_lse - whole).exp().T[:, :, None]  # noqa: E731
+    out.copy_(weigh(out, lse) + weigh(seen, seen_lse))
+    lse.copy_(whole)
+
+
+@torch.library.custom_op("lockstep::flash_attention", mutates_args=())
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_own: torch.Tensor, cu_responses: torch.Tensor, cu_prompts: torch.Tensor,
+    num_prompt_tokens: int, longest_own: int, longest_responses: int, longest_prompt: int, scale: float, left: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out [T, H, D], log-sum-exp [H, T]) of packed sequences. Where prompts are shared, those are the first num_prompt_tokens tokens, and a
+    response's two attentions, to itself and to its prompt, are merged by their log-sum-exps."""
+    n = num_prompt_tokens
+    out, lse = flash_forward(q, k, v, cu_own, cu_own, longest_own, longest_own, True, scale, left)
     out, lse = out.contiguous(), lse.contiguous()
-    out[n:], lse[:, n:] = (weigh(out[n:], lse[:, n:]) + weigh(seen, seen_lse)).to(out.dtype), whole
+    if n:
+        seen, seen_lse = flash_forward(q[n:], k[:n], v[:n], cu_responses, cu_prompts, longest_responses, longest_prompt, False, scale)
+        merge(out[n:], lse[:, n:], seen, seen_lse)
     return out, lse
 
 
-@torch.library.custom_op("lockstep::shared_attention_backward", mutates_args=())
-def shared_attention_backward(
+@torch.library.custom_op("lockstep::flash_attention_backward", mutates_args=())
+def flash_attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, cu_own: torch.Tensor, cu_responses: torch.Tensor, cu_prompts: torch.Tensor,
-    num_prompt_tokens: int, longest_own: int, longest_responses: int, longest_prompt: int, scale: float,
+    num_prompt_tokens: int, longest_own: int, longest_responses: int, longest_prompt: int, scale: float, left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     n, grad = num_prompt_tokens, grad.contiguous()
-    dq, dk, dv = flash_backward(grad, q, k, v, out, lse, cu_own, cu_own, longest_own, longest_own, True, scale)
-    more = flash_backward(grad[n:], q[n:], k[:n], v[:n], out[n:], lse[:, n:].contiguous(), cu_responses, cu_prompts, longest_responses, longest_prompt, False, scale)
-    dq[n:] += more[0]
-    dk[:n] += more[1]
-    dv[:n] += more[2]
+    dq, dk, dv = flash_backward(grad, q, k, v, out, lse, cu_own, cu_own, longest_own, longest_own, True, scale, left)
+    if n:
+        more = flash_backward(grad[n:], q[n:], k[:n], v[:n], out[n:], lse[:, n:].contiguous(), cu_responses, cu_prompts, longest_responses, longest_prompt, False, scale)
+        dq[n:] += more[0]
+        dk[:n] += more[1]
+        dv[:n] += more[2]
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-@shared_attention.register_fake
+@flash_attention.register_fake
 def _(q, k, v, *rest):
     return q.new_empty(q.shape), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)
 
 
-@shared_attention_backward.register_fake
+@flash_attention_backward.register_fake
 def _(grad, q, k, v, *rest):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
@@ -110,7 +128,7 @@ def keep_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, grad, _):
-    return *shared_attention_backward(grad, *ctx.saved_tensors, *ctx.sizes), *[None] * 8
+    return *flash_attention_backward(grad, *ctx.saved_tensors, *ctx.sizes), *[None] * 9
 
 
-shared_attention.register_autograd(backward, setup_context=keep_for_backward)
+flash_attention.register_autograd(backward, setup_context=keep_for_backward)

@@ -106,6 +106,7 @@ class Batch:
     seq_ids: torch.Tensor  # [T] int64, 0..S-1
     cu_seqlens: torch.Tensor  # [S+1] int32, where each sequence starts, and T
     max_seqlen: int
+    sampled: torch.Tensor  # [K] int64, where response_mask is 1
     response_mask: torch.Tensor  # [T] bool
     loss_mask: torch.Tensor  # [T] bool
     rollout_logprobs: torch.Tensor  # [T] float32, as are the next three
@@ -213,26 +214,27 @@ def flat(lists: list[list], dtype: type) -> torch.Tensor:
     return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype, sum(map(len, lists))))
 
 
+def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """To a GPU without waiting for what it is at: from pinned memory."""
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)
+
+
 def collate(trajectories: list[Trajectory], device: torch.device | str = "cpu") -> Batch:
     """Pack trajectories end to end. A field that any of them lacks is None in the batch, except loss_mask."""
     lengths = torch.tensor([len(t.tokens) for t in trajectories])  # [S]
     seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [T]
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])  # [S+1]
-    position_ids = torch.arange(len(seq_ids)) - cu_seqlens[seq_ids]  # [T]
     response_mask = flat([t.response_mask for t in trajectories], np.bool_)  # [T]
-    loss_mask = response_mask if any(t.loss_mask is None for t in trajectories) else torch.cat([t.loss_mask for t in trajectories])
-    floats = {}
-    for name in ("old_logprobs", "ref_logprobs", "advantages"):
-        values = [getattr(t, name) for t in trajectories]
-        floats[name] = None if any(v is None for v in values) else torch.cat(values).float().to(device)  # [T]
-    return Batch(
-        tokens=flat([t.tokens for t in trajectories], np.int64).to(device),
-        position_ids=position_ids.to(device),
-        seq_ids=seq_ids.to(device),
-        cu_seqlens=cu_seqlens.to(torch.int32).to(device),
-        max_seqlen=int(lengths.max()),
-        response_mask=response_mask.to(device),
-        loss_mask=loss_mask.to(device),
-        rollout_logprobs=flat([t.rollout_logprobs for t in trajectories], np.float32).to(device),
-        **floats,
-    )
+    tensors = {
+        "tokens": flat([t.tokens for t in trajectories], np.int64),
+        "position_ids": torch.arange(len(seq_ids)) - cu_seqlens[seq_ids],
+        "seq_ids": seq_ids,
+        "cu_seqlens": cu_seqlens.to(torch.int32),
+        "sampled": response_mask.nonzero()[:, 0],
+        "response_mask": response_mask,
+        "loss_mask": response_mask if any(t.loss_mask is None for t in trajectories) else torch.cat([t.loss_mask for t in trajectories]),
+        "rollout_logprobs": flat([t.rollout_logprobs for t in trajectories], np.float32),
+    }
+    values = {name: [getattr(t, name) for t in trajectories] for name in ("old_logprobs", "ref_logprobs", "advantages")}
+    tensors |= {name: None if any(v is None for v in parts) else torch.cat(parts).float() for name, parts in values.items()}
+    return Batch(max_seqlen=int(lengths.max()), **{name: None if tensor is None else send(tensor, device) for name, tensor in tensors.items()})

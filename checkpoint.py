@@ -22,7 +22,7 @@ from manifest import damage, name_again, newest, say, write_durably, write_manif
 ATTEMPTS, BACKOFF_S = 3, 2.0
 HARMLESS = (  # knobs that a resumed run may change: they say what is watched and how it is computed, not what is learnt
     "checkpoint.*", "log.*", "sync.*", "val.*", "trainer.total_*", "trainer.test_freq", "trainer.trace_*", "trainer.check_memory", "trainer.val_*", "data.val_*", "*timeout_s", "*.max_failed_fraction", "*_workers",
-    "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_bytes", "rollout.free_cache_engine", "rollout.enforce_eager", "rollout.lean_scheduler", "rollout.max_num_*", "rollout.tensor_model_parallel_size",
+    "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_bytes", "rollout.free_cache_engine", "rollout.enforce_eager", "rollout.lean_*", "rollout.max_num_*", "rollout.tensor_model_parallel_size",
     "actor.use_dynamic_bsz", "actor.*_per_gpu", "actor.enable_gradient_checkpointing", "actor.use_torch_compile", "actor.share_prompts", "actor.reshard_after_forward", "actor.fsdp_size", "*offload*",
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ for what a step and those before it show, or into TRENDS, for what only the whol
 import math
 import re
 from collections import deque
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,7 @@ AGAIN, GONE = 20, 5  # records until a finding that lasts is said again; without
 HEAD, SPAN, USUAL, TAIL = 5, 5, 20, 500  # records: a run's start, "now", "usual", and what else is kept of the past
 
 # Beyond what runs that learned have shown (docs/runs, the quickstart): a false alarm costs the next true one its reader.
-TRUNCATED = 0.3  # share of responses: long reasoning often starts with 0.1 to 0.2 and recovers
+TRUNCATED, SMALL = 0.3, 32  # share of responses: long reasoning often starts with 0.1 to 0.2 and recovers; tokens: so few are meant to be few, as for a sum
 MOSTLY = 0.95  # share of groups without signal, for 10 steps: at 0.6 a run still learns well, at 0.9 the quickstart has solved its task
 MISMATCH = {"bfloat16": 0.02, "float32": 1e-3}  # k3: seen were 0.003 in bfloat16, 1e-13 in float32 on a CPU, and TF32 kernels differ more
 REJECTED, LOW_ESS = 0.5, 0.7  # shares of the tokens: from here on the correction, not the reward, decides; usual are 0 and 0.99
@@ -141,6 +141,12 @@ def mismatch(s: Step, k3: float):
     return k3 > MISMATCH.get(s.knob("actor.dtype"), 0.02) and f"the sampler and the actor disagree (k3 {k3:.2g}, probabilities by {s['correction/prob_diff_mean']:.2g} on average): {cut}"
 
 
+def cut_on_purpose(s: Step, x: float) -> bool:
+    """Groups still teach, and no reward is seen to be lost: all are as long, or the limit is small, or those cut earn no less than all do, but for chance."""
+    chance = NOISE * s["reward/std"] * ((1 - x) / x / max(s["rollout/num_trajectories"], 1)) ** 0.5
+    return s["reward/frac_zero_std"] < 1 and (x > 0.99 or s.knob("data.max_response_length", math.inf) <= SMALL or s["reward/mean"] - s["reward/truncated"] <= chance)
+
+
 def slowed(s: Step, x: float):
     """Both kinds of throughput, since one alone falls with the responses' length."""
     (gen, was_gen), (train, was_train) = ((center(s.lately(name, 3), 3), s.usual(name)) for name in ("perf/gen_tokens_per_s", "perf/train_tokens_per_s"))
@@ -172,8 +178,7 @@ DIAGNOSES = [  # name, level, the metric or knob to see, and the text when it is
         and f"the gradient's norm is {x:.3g}, usual is {s.usual():.2g}: read this step's rollouts; actor.grad_clip={s.knob('actor.grad_clip')} bounded it"),
     ("loss_zero", "note", "actor/grad_norm", lambda s, x: s["actor/num_updates"] == 1 and abs(s["actor/pg_loss"]) < 1e-3 and x > 0
         and f"the loss is 0 because the ratio is 1 on a step's only update and the advantages add up to 0: normal, the gradient is not 0 but {x:.2g}"),
-    ("lr_zero", "note", "actor/lr", lambda s, x: x == 0 and s["step"] < s.knob("actor.lr_warmup_steps", 0)
-        and "the learning rate is 0 in the first step of the warm-up: normal, from the next step on it is not"),
+    ("lr_zero", "note", "actor/lr", lambda s, x: x == 0 and s["step"] < s.knob("actor.lr_warmup_steps", 0) and "the learning rate is 0 in the first step of the warm-up: normal, from the next step on it is not"),
     ("lr_stays_zero", "warning", "actor/lr", lambda s, x: x == 0 and s["step"] >= s.knob("actor.lr_warmup_steps", 0) and "the learning rate is 0, so nothing changes: actor.lr, actor.min_lr_ratio"),
     ("entropy_collapsed", "warning", "actor/entropy", lambda s, x: (s.recent() < NO_ENTROPY or s.recent() < min(COLLAPSED * s.first(), 0.9 * s.then())) and s.stalled
         and f"entropy fell from {s.first():.2g} to {s.recent():.2g} and the reward does not rise: nothing new is tried: loss.clip_ratio_high above clip_ratio_low, loss.entropy_coeff, actor.lr"),
@@ -188,10 +193,10 @@ DIAGNOSES = [  # name, level, the metric or knob to see, and the text when it is
     ("mismatch", "problem", "correction/k3", mismatch),
     ("low_ess", "warning", "correction/ess", lambda s, x: x < LOW_ESS and f"the correction's effective sample size is {x:.0%} of the tokens, a few outweigh the others: see correction/k3"),
     ("rejected", "warning", "correction/rejected_frac", lambda s, x: x > REJECTED and f"loss.rollout_rs left out {x:.0%} of the tokens: see correction/k3, or widen its thresholds"),
-    ("truncated", "warning", "response_length/clip_ratio", lambda s, x: x > TRUNCATED and not (x > 0.99 and s["reward/frac_zero_std"] < 1)
+    ("truncated", "warning", "response_length/clip_ratio", lambda s, x: x > TRUNCATED and not cut_on_purpose(s, x)
         and f"{x:.0%} of responses hit data.max_response_length={s.knob('data.max_response_length')}: raise it, or see algorithm.overlong_buffer_len"),
-    ("truncated_on_purpose", "note", "response_length/clip_ratio", lambda s, x: x > 0.99 and s["reward/frac_zero_std"] < 1
-        and f"{x:.0%} of responses hit data.max_response_length={s.knob('data.max_response_length')} and rewards still differ: normal if the answer comes early or with rollout.ignore_eos, else raise it"),
+    ("truncated_on_purpose", "note", "response_length/clip_ratio", lambda s, x: x > TRUNCATED and cut_on_purpose(s, x)
+        and f"{x:.0%} of responses hit data.max_response_length={s.knob('data.max_response_length')} and rewards still differ: normal if they are meant to be as long, if the answer comes early or with rollout.ignore_eos, else raise it"),
     ("length_collapsed", "warning", "response_length/mean", lambda s, x: s.recent() < s.first() / LENGTH and s.stalled
         and f"responses shrank from {s.first():.0f} tokens to {s.recent():.0f} and the reward does not rise: read rollouts/: a reward that favours short ones; loss.loss_agg_mode"),
     ("length_ran_away", "warning", "response_length/mean", lambda s, x: s.recent() > s.first() * LENGTH and s.stalled
@@ -261,11 +266,8 @@ TRENDS = [  # as DIAGNOSES, of all records
 
 def examine_step(m: dict, before: list[dict], knobs: dict[str, dict]) -> list[Finding]:
     """What a step's record shows beside those before it; knobs is the resolved configuration."""
-    step, found = Step(m, before, knobs), []
-    for name, level, step.see, test in DIAGNOSES:
-        if text := test(step, step[step.see]):
-            found.append(Finding(name, level, text, step.see))
-    return found
+    step = Step(m, before, knobs)
+    return [Finding(name, level, text, step.see) for name, level, step.see, test in DIAGNOSES if (text := test(step, step[step.see]))]
 
 
 class Doctor:
@@ -316,9 +318,7 @@ def diagnose(records: list[dict], knobs: dict[str, dict]) -> list[str]:
 
 def longest_range(steps: list[int]) -> tuple[list[int], str]:
     """The longest run of consecutive steps, and all in words: "steps 3-17 and 5 others"."""
-    ranges = [[steps[0]]]
-    for step in steps[1:]:
-        ranges = [*ranges[:-1], ranges[-1] + [step]] if step == ranges[-1][-1] + 1 else [*ranges, [step]]
+    ranges = [[step for _, step in group] for _, group in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
     longest = max(ranges, key=len)
     words, others = f"steps {longest[0]}-{longest[-1]}" if len(longest) > 1 else f"step {longest[0]}", len(steps) - len(longest)
     return longest, words + (f" and {others} other{'s' * (others > 1)}" if others else "")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from advantage import returns_to_go
 from batch import Trajectory, gather, group_by_prompt
 from console import one_line
 
@@ -85,12 +86,8 @@ def consumed(t: Trajectory, plans: list) -> list[dict]:
 
 def returns(t: Trajectory, gamma: float) -> list[float]:
     """[L] what follows each sampled token, itself included; observations neither earn nor discount. 0 before the first sampled token."""
-    values, running = [0.0] * len(t.tokens), 0.0
-    for i in reversed(range(t.prompt_length, len(t.tokens))):
-        if t.loss_mask[i]:
-            running = float(t.token_level_rewards[i]) + gamma * running
-        values[i] = running
-    return values
+    values = returns_to_go(t.token_level_rewards[t.prompt_length :], t.loss_mask[t.prompt_length :], gamma)
+    return [0.0] * t.prompt_length + values.tolist()
 
 
 def rounded(values) -> list[float] | None:

@@ -15,6 +15,9 @@ from agent import Reply, stop_token_ids
 from scheduler import OUTCOME, lean_scheduler
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
+KERNEL_VERSIONS = ((0, 26), (0, 27))  # the same for what replaces kernels of vLLM, which are on GPUs only
+SPARE = 2 * 2**30  # bytes of the GPU that are to stay free when vLLM wakes beside what torch keeps for the next update
+DECODE_PROGRAMS = 1024  # sequences x key-value heads from which a GPU is busy with a program for each
 
 # The shim: vLLM's private names, and what its CPU build needs.
 
@@ -31,8 +34,7 @@ def import_vllm():
         from torch._inductor import config  # noqa: F401 - before vLLM, which would have it compile kernels one at a time, the actor's too
     import vllm
 
-    version = tuple(int(x) for x in vllm.__version__.split("+")[0].split(".")[:2])
-    if not VLLM_VERSIONS[0] <= version < VLLM_VERSIONS[1]:
+    if not VLLM_VERSIONS[0] <= version_of(vllm) < VLLM_VERSIONS[1]:
         low, high = (".".join(map(str, v)) for v in VLLM_VERSIONS)
         raise ValueError(f"vLLM {vllm.__version__} is installed; Lockstep knows {low} up to, not including, {high} (see requirements.txt)")
     if not torch.cuda.is_available():
@@ -47,6 +49,18 @@ def import_vllm():
         named = shared.make_group_name  # the same in every run on a machine: two would share memory, and one that was killed would block the next
         shared.make_group_name = staticmethod(lambda communicator: f"{named(communicator)}-{os.environ['MASTER_PORT']}")
     return vllm
+
+
+def capture_sizes(most: int) -> list[int]:
+    """Batch sizes to capture CUDA graphs of, up to `most` sequences, an eighth to a third apart: vLLM's own 51 take longer to start, and end at 512."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + 2 ** (sizes[-1].bit_length() - 3))
+    return [size for size in sizes if size < most] + [most]
+
+
+def version_of(vllm) -> tuple[int, ...]:
+    return tuple(int(x) for x in vllm.__version__.split("+")[0].split(".")[:2])
 
 
 def vllm_model(llm):
@@ -64,6 +78,34 @@ def forbid_tokens_from(model, num_tokens: int) -> None:
         return logits
 
     model.compute_logits = bounded
+
+
+def use_decode_kernel() -> None:
+    """Large batches in which each sequence decodes a token get kernels.decode_attention, all others vLLM's flash attention. Comes before vLLM captures CUDA graphs."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from kernels import decode_attention
+
+    flash = FlashAttentionImpl.forward
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        m = attn_metadata
+        known = self.sliding_window, self.alibi_slopes, self.logits_soft_cap, self.sinks, self.kv_cache_dtype, self.attn_type.lower() == "decoder"
+        if known != ((-1, -1), None, 0, None, "auto", True) or self.head_size not in (64, 128, 256) or m is None or m.max_query_len != 1 or m.use_cascade or m.causal is not True:
+            return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
+        if m.num_actual_tokens * self.num_kv_heads < DECODE_PROGRAMS:  # too few for a GPU: flash attention cuts sequences into parts
+            return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
+        decode_attention(output[: m.num_actual_tokens], query[: m.num_actual_tokens], kv_cache, m.block_table, m.seq_lens, self.scale)
+        return output
+
+    if flash.__module__ != __name__:
+        FlashAttentionImpl.forward = forward
+
+
+def use_lean_sampler(llm) -> None:
+    from sampler import lean_sampler
+
+    lean_sampler(llm.llm_engine.model_executor.driver_worker.model_runner.sampler)
 
 
 def tensor_parallel_ranks():
@@ -102,6 +144,9 @@ class Engine:
         self.sleeps = torch.cuda.is_available() and cfg.rollout.free_cache_engine
         check_gpu_memory(cfg.rollout)
         check_heads(cfg.actor.path, cfg.rollout.tensor_model_parallel_size)
+        kernels = torch.cuda.is_available() and cfg.rollout.lean_kernels and KERNEL_VERSIONS[0] <= version_of(vllm) < KERNEL_VERSIONS[1]
+        if kernels:
+            use_decode_kernel()
         self.llm = vllm.LLM(
             model=cfg.actor.path,
             dtype=cfg.actor.dtype,
@@ -119,10 +164,13 @@ class Engine:
             kv_cache_memory_bytes=cfg.rollout.kv_cache_memory_bytes,
             enforce_eager=cfg.rollout.enforce_eager or not torch.cuda.is_available(),
             enable_chunked_prefill=torch.cuda.is_available(),  # on the CPU it fails for a seeded prompt that it cuts in two
+            compilation_config={"cudagraph_capture_sizes": capture_sizes(cfg.rollout.max_num_seqs)} if torch.cuda.is_available() else None,
             max_num_seqs=cfg.rollout.max_num_seqs,
             max_num_batched_tokens=cfg.rollout.max_num_batched_tokens,
             scheduler_cls=lean_scheduler(asynchronous=torch.cuda.is_available()) if cfg.rollout.lean_scheduler else None,
         )
+        if kernels:
+            use_lean_sampler(self.llm)
         self.model = vllm_model(self.llm)
         forbid_tokens_from(self.model, self.num_tokens)
         self.ranks = tensor_parallel_ranks()
@@ -133,6 +181,7 @@ class Engine:
         self.orders: tuple[list, list] = ([], [])  # requests to add and names to abort at the next turn
         self.news = None  # set when a session queued a request or ended
         self.num_requests, self.idle_s = 0, 0.0
+        self.slept_bytes = 0  # what sleep frees, and waking needs
         self.state = "awake"
         self.sleep()
 
@@ -145,8 +194,10 @@ class Engine:
         """Free weights and KV cache on the GPU. Nothing of a step outlives it: the next one can't generate before a sync."""
         self._move("awake", "asleep")
         if self.sleeps:
+            free = torch.cuda.mem_get_info()[0]
             with plain_sleep():
                 self.llm.sleep(level=2)
+            self.slept_bytes = max(self.slept_bytes, torch.cuda.mem_get_info()[0] - free)
         else:
             self.llm.reset_prefix_cache()
 
@@ -161,7 +212,8 @@ class Engine:
     def wake_weights(self) -> None:
         self._move("asleep", "loading")
         if self.sleeps:
-            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info()[0] < self.slept_bytes + SPARE:  # else the update finds its memory as it left it
+                torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
 
     def load_weights(self, weights) -> set[str]:
@@ -293,13 +345,14 @@ def no_garbage_collection():
 @contextlib.contextmanager
 def plain_sleep():
     """vLLM's sleep without what it does besides: it collects all garbage, some 0.1 s with a step's objects about, which Python's own collections find
-    soon enough; and it stops the run when the GPU has less free than before, since another process took some meanwhile."""
-    collect, memory = gc.collect, torch.accelerator.get_memory_info
-    gc.collect, torch.accelerator.get_memory_info = lambda *_, **__: 0, lambda *_: (0, 0)
+    soon enough; it empties torch's cache, which the actor is about to need; and it stops the run when the GPU has less free than before, since
+    another process took some meanwhile."""
+    collect, empty, memory = gc.collect, torch.cuda.empty_cache, torch.accelerator.get_memory_info
+    gc.collect, torch.cuda.empty_cache, torch.accelerator.get_memory_info = lambda *_, **__: 0, lambda: None, lambda *_: (0, 0)
     try:
         yield
     finally:
-        gc.collect, torch.accelerator.get_memory_info = collect, memory
+        gc.collect, torch.cuda.empty_cache, torch.accelerator.get_memory_info = collect, empty, memory
 
 
 def check_gpu_memory(cfg) -> None:

@@ -20,6 +20,7 @@ from console import printable
 
 PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # a rank that has sampled waits for the slowest, whose sessions may take rollout.group_timeout_s
+SMALL = 10**9  # parameters
 sigterm = threading.Event()
 
 
@@ -159,11 +160,26 @@ def reshards(cfg, shards: int) -> bool:
     return shards > 1 if cfg.reshard_after_forward is None else cfg.reshard_after_forward
 
 
+def one_group(cfg, shards: int, params: int) -> bool:
+    """Whether FSDP takes a model of so many parameters as one group, not layer by layer: with one shard nothing is gathered, and a small model waits for the hooks
+    of its layers. (accelerate checkpoints what it wraps.)"""
+    return shards == 1 and not reshards(cfg, shards) and params < SMALL and not cfg.enable_gradient_checkpointing
+
+
+def count_parameters(path: str) -> int:
+    """Of a model that is not loaded."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).parameters())
+
+
 def make_plugin(cfg, **kwargs):
-    """accelerate's FSDP2 plugin: one shard group a transformer layer, compute in cfg.dtype, reduction in float32."""
+    """accelerate's FSDP2 plugin: one shard group a transformer layer, or one for all of it; compute in cfg.dtype, reduction in float32."""
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
     kwargs |= {"reshard_after_forward": reshards(cfg, num_shards(cfg)), "mixed_precision_policy": policy}
-    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **kwargs)
+    wrap = "no_wrap" if num_shards(cfg) == 1 and one_group(cfg, 1, count_parameters(cfg.path)) else "transformer_based_wrap"
+    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False, **kwargs)

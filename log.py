@@ -1,7 +1,6 @@
 """Where a run leaves its traces: metrics.jsonl, one console line a step, wandb and TensorBoard, the rollouts, and the time and memory of each phase."""
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from console import printable
 from doctor import Doctor
 from dump import dump_record, gather_entropies, sample_table, samples, to_json, trace_records
 from manifest import move_aside, write_durably
+from page import whole_lines
 from tracking import Trackers
 
 
@@ -82,13 +82,15 @@ class Logger:
 
     @contextlib.contextmanager
     def timer(self, phase: str):
-        """Adds to timing_s/PHASE; on a GPU also notes what the card holds at the phase's end, which is its peak, since caches only grow within one."""
-        start = time.perf_counter()
+        """Adds to timing_s/PHASE; on a GPU also notes what the card held at the phase's fullest moment, without what torch keeps for other phases."""
+        start, on_gpu = time.perf_counter(), torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         yield
-        if torch.cuda.is_available():
+        if on_gpu:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
-            self.metrics[f"perf/memory_gb/{phase}"] = (total - free) / 2**30
+            self.metrics[f"perf/memory_gb/{phase}"] = (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_allocated()) / 2**30
         self.metrics[f"timing_s/{phase}"] = self.metrics.get(f"timing_s/{phase}", 0.0) + time.perf_counter() - start
 
     def add(self, metrics: dict[str, float]) -> None:
@@ -219,9 +221,9 @@ def keep_lines_before(path: Path, step: int) -> list[dict]:
     """Drop the records of steps that a resumed run does again, and one that a kill cut short; returns the others. A kill here loses none of them."""
     if not path.exists():
         return []
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["step"] < step]
-    write_durably(path, "".join(lines))
-    return [json.loads(line) for line in lines]
+    records = [record for _, record in whole_lines(path) if record["step"] < step]
+    write_durably(path, "".join(to_json(record) + "\n" for record in records))
+    return records
 
 
 def to_yaml(cfg) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import actor
-from launch import reshards
+import head
+from launch import one_group, reshards
 from sync_weights import SUMMED_AT_ONCE
 
 GIB = 2**30
@@ -132,20 +132,21 @@ class Estimate:
         most = budget if self.cfg.actor.use_dynamic_bsz else self.cfg.actor.ppo_micro_batch_size_per_gpu * self.longest
         tokens = min(most, seqs * self.longest)
         sampled = min(tokens, seqs * self.cfg.data.max_response_length)
-        return tokens, sampled, min(sampled, max(1, actor.HEAD_CHUNK_ELEMENTS // vocab)), seqs * self.longest > most
+        return tokens, sampled, min(sampled, max(1, head.CHUNK_ELEMENTS // vocab)), seqs * self.longest > most
 
     def scoring(self, shape: Shape) -> dict[str, int]:
-        """A forward without gradient: a layer's intermediate values, then three float32 [rows, V] of the head, or the logits alone when it is compiled."""
+        """A forward without gradient: a layer's intermediate values, then the head's logits."""
         a, e, h = self.cfg.actor, self.e, shape.hidden
         tokens, sampled, rows, _ = self.micro_batch(a.log_prob_max_token_len_per_gpu or a.ppo_max_token_len_per_gpu, self.cfg.data.train_batch_size, shape.vocab)
         layer = tokens * (2 * e * shape.size + 12 + e * max(8 * h, 4 * h + 3 * shape.mlp))
-        head = e * h * (tokens + sampled) + (e if a.use_torch_compile else 12) * rows * self.num_tokens
+        head = e * h * (tokens + sampled) + e * rows * shape.vocab
         return {"batch": BATCH * tokens} | ({"LM head": head} if head > layer else {"layer at work": layer})
 
     def updating(self) -> list[dict[str, int]]:
-        """The moments that can be a backward's fullest: in the head, with five float32 [rows, V] (compiled: logits and their gradient); in the last layer; at the end, with all gradients.
+        """The moments that can be a backward's fullest: in the head, with logits that become their gradient; in the last layer; at the end, with all gradients.
 
-        Gradients are float32 shards. A layer's are whole, in the compute type and in float32, until they are scattered; the head's from its first chunk on.
+        Gradients are float32 shards. A layer's are whole, in the compute type and in float32, until they are scattered, of
+        one group all, in float32, and once more to be scattered; the head's from its first chunk on.
         """
         a, shape, e, h = self.cfg.actor, self.shape, self.e, self.shape.hidden
         tokens, sampled, rows, several = self.micro_batch(a.ppo_max_token_len_per_gpu, a.ppo_mini_batch_size, shape.vocab)
@@ -157,9 +158,9 @@ class Estimate:
         again = saved if a.enable_gradient_checkpointing else 0
         layer = max(9 * e * h, again + max(5 * e * h, down) - (4 + e) * h)  # in the final norm, or in the last layer, without what that norm kept
         return [
-            kept | {"gradients": earlier + e * head * (rows < sampled), "LM head": (2 * e if a.use_torch_compile else 20) * rows * self.num_tokens + 2 * e * h * sampled},
+            kept | {"gradients": earlier + e * head * (rows < sampled), "LM head": e * rows * shape.vocab + 2 * e * h * sampled},
             kept | {"gradients": earlier + e * head + (e + 4) * shape.layer, "layer at work": tokens * layer},
-            batch | {"gradients": scattered + (2 * e + 4) * head},
+            batch | {"gradients": 12 * shape.params if one_group(a, self.shards, shape.params) else scattered + (2 * e + 4) * head},
         ]
 
     def vllm_needs(self) -> float:

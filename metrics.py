@@ -11,7 +11,7 @@ from batch import Task, Trajectory
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Rewards, lengths and tokens of a step, over all ranks; agent/NAME/mean of what the agents measured."""
+    """Rewards (reward/truncated: of the responses cut at the limit), lengths and tokens of a step, over all ranks; agent/NAME/mean of what the agents measured."""
     lengths = [t.response_length for t in trajectories]
     metrics = {
         "response_length/mean": mean(lengths), "response_length/max": max(lengths), "response_length/min": min(lengths),
@@ -23,6 +23,8 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     if scores := [t.score for t in trajectories if t.score == t.score]:
         spread = torch.tensor(scores, dtype=torch.float64).std(correction=0)
         metrics |= {"reward/mean": mean(scores), "reward/std": spread, "reward/max": max(scores), "reward/min": min(scores)}
+    if cut := [t.score for t in trajectories if t.finish_reason == "length" and t.score == t.score]:
+        metrics["reward/truncated"] = mean(cut)
     metrics |= means("reward", [t.score_parts for t in trajectories]) | means("agent", [t.metrics for t in trajectories])
     return {name: float(value) for name, value in metrics.items()}
 

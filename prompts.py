@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batch import Trajectory, pack
+from batch import Trajectory, pack, send
 
 
 @dataclass
@@ -68,10 +68,10 @@ def share(trajectories: list[Trajectory], device: torch.device | str = "cpu") ->
             places[starts[i] : starts[i] + len(prompt)] = places[prompt.start : prompt.stop]
 
     def boundaries(sizes):
-        return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device)
+        return send(torch.tensor([0, *sizes]).cumsum(0).to(torch.int32), device)
 
     of_prompts = [sum(map(len, of_prompt)) for of_prompt in responses]
     return Shared(
-        index=index.to(device), places=places.to(device), cu_own=boundaries(map(len, own)), cu_responses=boundaries(of_prompts), cu_prompts=boundaries(map(len, prompts)),
+        index=send(index, device), places=send(places, device), cu_own=boundaries(map(len, own)), cu_responses=boundaries(of_prompts), cu_prompts=boundaries(map(len, prompts)),
         num_prompt_tokens=sum(map(len, prompts)), longest_own=max(map(len, own)), longest_responses=max(of_prompts), longest_prompt=max(map(len, prompts)),
     )  # fmt: skip

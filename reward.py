@@ -60,7 +60,7 @@ class Scorer:
     async def score(self, trajectory: Trajectory) -> None:
         """Fill score, score_parts and error from the texts response and answer; where the rule fails, score is NaN and error says why."""
         trajectory.score, trajectory.score_parts, trajectory.error = math.nan, {}, None
-        fields = {**vars(trajectory), "rollout_logprobs": []}  # these are most of the pickle, and no rule's business
+        fields = {**vars(trajectory), "task": vars(trajectory.task), "rollout_logprobs": []}  # these would be most of the pickle, and are no rule's business
         try:
             trajectory.score, trajectory.score_parts = await self.pool.call(fields, timeout_s=self.cfg.timeout_s)
         except WorkerDied as e:
@@ -79,7 +79,8 @@ def load_judge(cfg: RewardConfig, data_sources: list[str]) -> Callable[[dict], t
     rule = load_reward(cfg, data_sources)
 
     def judge(fields: dict) -> tuple[float, dict[str, float]]:
-        trajectory = Trajectory(fields["task"])
+        trajectory = Trajectory(Task("", "", None))
+        vars(trajectory.task).update(fields.pop("task"))
         vars(trajectory).update(fields)
         return score_and_parts(rule(trajectory.task, trajectory))
 
@@ -135,8 +136,7 @@ def rule_for(data_source: str) -> Rule:
         return reasoning_gym
     name = "math_dapo" if data_source.startswith("aime") else DATA_SOURCES.get(data_source, data_source)  # aime24, aime2025, aime_2024, ...
     if name not in REWARDS:
-        hint = "set reward.name or reward.custom_path, or data.default_data_source for rows without a data_source"
-        names = [*REWARDS, *DATA_SOURCES]
+        hint, names = "set reward.name or reward.custom_path, or data.default_data_source for rows without a data_source", [*REWARDS, *DATA_SOURCES]
         raise ValueError(f"no reward is known for data_source {data_source!r}: {hint}{nearest(data_source, names)}; known: {', '.join(names)}")
     return REWARDS[name]
 

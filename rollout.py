@@ -2,16 +2,14 @@
 import asyncio
 import math
 import time
-import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from advantage import set_baselines
 from agent import Policy, PromptTooLong, decode, find_agent, session_seed
 from batch import Task, Trajectory, gather, group_kind, prompt_uid, rank_share
+from console import traceback_text
 from reward import check_failures, too_many_failed
 
 
@@ -47,6 +45,8 @@ class RolloutConfig:
     """No CUDA graphs and no compilation: starts a minute sooner, generates slower."""
     lean_scheduler: bool = True
     """Schedule with scheduler.py, which does less Python a token than vLLM's own, for the same tokens and log-probs."""
+    lean_kernels: bool = True
+    """On a GPU with vLLM 0.26, decode with kernels.py's attention and sample with sampler.py, not vLLM's own: same distribution, other random numbers."""
     max_num_seqs: int = 512
     """Most sequences that are generated at once."""
     max_num_batched_tokens: int | None = None
@@ -124,10 +124,13 @@ class Rollout:
         return [] if self.engine.follows else groups
 
     async def run_group(self, group: Group) -> None:
+        cfg = self.engine.cfg
         group.status, prompts = "running", {}  # what the sessions of a prompt encode once
-        jobs = [asyncio.ensure_future(self.run_session(group, session_id, prompts)) for session_id in range(self.sampling.n)]
+        key = cfg.trainer.seed, "train" if self.sampling is cfg.rollout else "val", self.step, group.index
+        uid = prompt_uid(*key)
+        jobs = [asyncio.ensure_future(self.run_session(group, session_id, key, uid, prompts)) for session_id in range(self.sampling.n)]
         try:
-            await asyncio.wait(jobs, timeout=self.engine.cfg.rollout.group_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(jobs, timeout=cfg.rollout.group_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             late = [job for job in jobs if not job.done() and job.cancel()]
             raised = [job.exception() for job in jobs if job.done() and not job.cancelled() and job.exception()]
@@ -135,17 +138,16 @@ class Rollout:
             raise error
         for session_id, job in enumerate(jobs):
             if job in late:
-                group.errors.append(f"session {session_id} and its scores had not ended after rollout.group_timeout_s={self.engine.cfg.rollout.group_timeout_s}\n")
+                group.errors.append(f"session {session_id} and its scores had not ended after rollout.group_timeout_s={cfg.rollout.group_timeout_s}\n")
             elif isinstance(job.result(), str):
                 group.errors.append(job.result())
             else:
                 group.trajectories += job.result()
         group.status = "failure" if group.errors else "finished"
 
-    async def run_session(self, group: Group, session_id: int, prompts: dict) -> list[Trajectory] | str:
+    async def run_session(self, group: Group, session_id: int, key: tuple, uid: str, prompts: dict) -> list[Trajectory] | str:
         """One call of the task's agent, and the scores of what it returned; a traceback when it raised or took too long."""
         cfg, task = self.engine.cfg, group.task
-        key = cfg.trainer.seed, "train" if self.sampling is cfg.rollout else "val", self.step, group.index
         policy = Policy(self.engine, task, self.sampling, session_seed(*key, session_id), prompts)
         agent = find_agent(task, cfg.agent)
         try:
@@ -157,15 +159,16 @@ class Rollout:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the rollout gives this session up; else it is the agent's own doing
             late = isinstance(error, TimeoutError) and deadline.expired()
-            why = f"session {session_id} had not ended after rollout.session_timeout_s={cfg.rollout.session_timeout_s}\n" if late else traceback.format_exc()
+            why = f"session {session_id} had not ended after rollout.session_timeout_s={cfg.rollout.session_timeout_s}\n" if late else traceback_text()
             if cfg.rollout.failed_groups == "raise":
                 raise RuntimeError(f"a session failed, and rollout.failed_groups=raise:\n{why}") from None
             return why
         for index, t in enumerate(trajectories):
-            t.uid, t.session_id, t.index, t.weight_version = prompt_uid(*key), session_id, index, self.engine.weight_version
+            t.uid, t.session_id, t.index, t.weight_version = uid, session_id, index, self.engine.weight_version
             t.response = decode(t.tokens[t.prompt_length :], self.engine.tokenizer)
             t.answer = t.response if t.num_turns == 1 else decode(t.last_turn, self.engine.tokenizer)
-        await asyncio.gather(*(self.scorer.score(t) for t in trajectories))
+        scores = [self.scorer.score(t) for t in trajectories]
+        await (asyncio.gather(*scores) if len(scores) > 1 else scores[0])  # a task of its own for one would be most of its cost
         errors = [t.error for t in trajectories if t.error]
         self.num_unscored, self.num_expected = self.num_unscored + len(errors), self.num_expected + len(trajectories) - 1
         if too_many_failed(self.num_unscored, self.num_expected, cfg.reward):
@@ -183,11 +186,12 @@ def check_output(output, agent: str, cfg, num_tokens: int) -> list[Trajectory]:
             raise ValueError(f"the agent {agent} returned a trajectory without a sampled token")
         if not len(t.tokens) == len(t.response_mask) == len(t.rollout_logprobs) or not 0 <= min(t.tokens) <= max(t.tokens) < num_tokens:
             raise ValueError(f"the agent {agent} returned {len(t.tokens)} tokens, {len(t.response_mask)} mask bits and {len(t.rollout_logprobs)} log-probs, ids {min(t.tokens)} to {max(t.tokens)} of {num_tokens}: fill it by observe and act")
-        if t.prompt_length == 0 or not np.isfinite(np.array(t.rollout_logprobs, dtype=float)).all():
+        prompt = t.response_mask.index(1)
+        if prompt == 0 or None in t.rollout_logprobs or not all(map(math.isfinite, t.rollout_logprobs)):
             raise ValueError(f"the agent {agent} returned a trajectory without a prompt, or with a log-prob that is no number: fill it by observe, then act")
         if not all(isinstance(value, (int, float)) for value in t.metrics.values()):
             raise ValueError(f"the agent {agent} returned metrics that are no numbers: {t.metrics!r:.200}")
-        prompt, response = t.prompt_length, len(t.tokens) - t.prompt_length
+        response = len(t.tokens) - prompt
         t.finish_reason = t.finish_reason or ("length" if response == cfg.max_response_length else "stop")
         if prompt > cfg.max_prompt_length or response > cfg.max_response_length:
             raise ValueError(f"the agent {agent} returned {prompt} + {response} tokens, more than data.max_prompt_length={cfg.max_prompt_length} + data.max_response_length={cfg.max_response_length}")

@@ -1,11 +1,11 @@
 """Runs the policy's Python code in a child process that can do little, for a short while.
 
-What stops it: limits on CPU time, memory, file size, open files and processes (setrlimit); an end after WALL_S seconds for the
-whole process group; an empty environment; an audit hook that refuses sockets, other programs, ctypes, and files other than the
-standard library's and its own folder's. Where Linux lets it have user, network, process and mount namespaces of its own, it also
-has no network at all, a read-only file system, and ends with all its descendants. Elsewhere (`isolate` returns False) only the
-hook stands before network and files, and a hook stops habits, not somebody who sets out to get past it: that is no security
-boundary. With the namespaces the kernel is the boundary, no more than that: it still reads what the user may read.
+What stops it: limits on CPU time, memory, file size, open files and processes (setrlimit); an end after WALL_S seconds, or with
+the process that asked for it, for the whole process group; an empty environment; an audit hook that refuses sockets, other programs,
+ctypes, and files other than the standard library's and its own folder's. Where Linux lets it have user, network, process and mount
+namespaces of its own, it also has no network at all, a read-only file system, and ends with all its descendants. Elsewhere (`isolate`
+returns False) only the hook stands before network and files, and a hook stops habits, not somebody who sets out to get past it: that
+is no security boundary. With the namespaces the kernel is the boundary, no more than that: it still reads what the user may read.
 """
 import ctypes
 import os
@@ -31,18 +31,16 @@ def python(code: str) -> str:
     Args:
         code: the program
     """
-    folder = tempfile.mkdtemp()
-    command = [sys.executable, "-ISuXutf8", os.path.abspath(__file__), str(os.getpid())]
+    command = [sys.executable, "-ISuXutf8", os.path.abspath(__file__), str(os.getpid()), tempfile.gettempdir()]
     with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as output:
         program.write(code.encode("utf8", "replace"))
         program.seek(0)
-        child = subprocess.Popen(command, cwd=folder, env={}, start_new_session=True, stdin=program, stdout=output, stderr=output)
+        child = subprocess.Popen(command, env={}, start_new_session=True, stdin=program, stdout=output, stderr=output)
         try:
             end = watch(child.pid, time.monotonic() + WALL_S)
         finally:
-            os.killpg(child.pid, signal.SIGKILL)  # it has not been waited for, so the number is still its group's
-            child.wait()
-            shutil.rmtree(folder, ignore_errors=True)
+            child.terminate()
+            child.wait()  # by then the program's group has been killed, and its folder is gone
         output.seek(0)
         text = output.read(OUTPUT + 1)
     notes = [end] * bool(end) + [f"only the first {OUTPUT} bytes of the output"] * (len(text) > OUTPUT)
@@ -106,12 +104,30 @@ def make_guard(own: tuple[str, ...], readable: tuple[str, ...]):
     return guard
 
 
+def end_with(pid: int, folder: str) -> None:
+    """Wait until the program ends or SIGTERM comes; then end its process group, remove its folder, and exit as it did."""
+    os.setpgid(pid, pid)
+    signal.sigwait((signal.SIGTERM, signal.SIGCHLD))
+    os.killpg(pid, signal.SIGKILL)  # it has not been waited for, so the number is still its group's
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code if code >= 0 else 128 - code)
+
+
 def main() -> None:
-    """The child: reads the program from its input, gives up what it can, and runs it."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed with its parent
-    if os.getppid() != int(sys.argv[1]):
+    """The child: has a child of its own read the program from its input, give up what it can, and run it, in a folder that goes with it."""
+    libc, parent, temporary = ctypes.CDLL(None), *sys.argv[1:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGCHLD))
+    libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a parent that is killed removes no folder
+    if os.getppid() != int(parent):
         os._exit(1)
+    folder = tempfile.mkdtemp(dir=temporary)
+    os.chdir(folder)
+    if pid := os.fork():
+        end_with(pid, folder)
+    os.setpgid(0, 0)
+    libc.prctl(1, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     code = sys.stdin.buffer.read().decode()
     isolate(libc)
     give_up(libc)

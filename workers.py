@@ -19,14 +19,17 @@ import socket
 import struct
 import subprocess
 import sys
-import traceback
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from console import SpeltOut
+from console import SpeltOut, traceback_text
 
-SENT_AHEAD = 8  # calls that a worker may hold, so that it need not wait for this process between two
+AHEAD_S = 0.02  # of work that a worker may hold, so that it need not wait for this process, which may be busy elsewhere
+SENT_AHEAD = 8, 128  # so many calls at least, at most
+TOGETHER = 32  # calls in the queue that wait for no others to be sent with
+AT_ONCE = 1 << 16  # bytes of a read: memory for many more costs more than the read
 LENGTH = struct.Struct("!Q")  # before every message: a pickle
 
 
@@ -66,7 +69,7 @@ class WorkerPool:
     def __init__(self, setup: Callable[[], Callable], num_workers: int, preload: Iterable[str] = ()):
         """setup, which pickle must know by name, runs once in each worker and returns the function; preload names modules to fork with."""
         self.setup, self.queue, self.workers, self.num_started = pack(pickle.dumps(setup)), deque(), [], 0
-        self.loop, self.broken = None, None
+        self.loop, self.broken, self.pace = None, None, AHEAD_S / SENT_AHEAD[0]  # pace: seconds that a call takes, of late
         modules = [getattr(setup, "func", setup).__module__, *preload]
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -85,10 +88,13 @@ class WorkerPool:
         try:
             message = pack(pickle.dumps(args))
         except Exception as e:
-            raise WorkerError(traceback.format_exc()) from e
+            raise WorkerError(traceback_text()) from e
         call = Call(self.loop.create_future(), message, timeout_s)
         self.queue.append(call)
-        self._feed()
+        if len(self.queue) % TOGETHER == 0 or (len(self.queue) == 1 and any(w.ready and not w.sent for w in self.workers)):
+            self._feed()
+        elif len(self.queue) == 1:  # with those that come in the same turn of the loop
+            self.loop.call_soon(self._feed)
         return await call.future
 
     def close(self) -> None:
@@ -138,12 +144,14 @@ class WorkerPool:
             self._watch(worker)
 
     def _feed(self) -> None:
-        """Spread the queue over the workers, ahead of time only what would wait anyway."""
+        """Spread the queue over the workers, many calls in one write, ahead of time only what would wait anyway."""
         ready = [worker for worker in self.workers if worker.ready]
-        most = SENT_AHEAD if len(ready) == len(self.workers) else 1  # who starts up may be free before
+        most = min(max(int(AHEAD_S / self.pace), SENT_AHEAD[0]), SENT_AHEAD[1]) if len(ready) == len(self.workers) else 1  # who starts up may be free before
+        share = lambda: min(most, 1 + len(self.queue) // len(self.workers))  # noqa: E731
+        ready = [worker for worker in ready if 2 * len(worker.sent) <= share()]  # not a write for every answer
         while self.queue and ready:
             worker = min(ready, key=lambda w: len(w.sent))
-            if len(worker.sent) >= min(most, 1 + len(self.queue) // len(self.workers)):
+            if len(worker.sent) >= share():
                 break
             call = self.queue.popleft()
             if call.future.done():  # cancelled
@@ -152,6 +160,7 @@ class WorkerPool:
             worker.outbox += call.message
             if len(worker.sent) == 1:
                 self._set_deadline(worker)
+        for worker in [w for w in ready if w.outbox]:
             self._write(worker)
 
     def _set_deadline(self, worker: Worker) -> None:
@@ -172,27 +181,29 @@ class WorkerPool:
             self.loop.remove_writer(worker.sock)
 
     def _read(self, worker: Worker) -> None:
-        ended = False
+        data, ended = None, False
         try:
-            while data := worker.sock.recv(1 << 20):
+            while data is None or len(data) == AT_ONCE:  # what comes later wakes the loop again
+                data = worker.sock.recv(AT_ONCE)
                 worker.inbox += data
-            ended = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            ended = True
-        for message in unpack(worker.inbox):
+            ended = not data
+        except OSError as e:
+            ended = not isinstance(e, BlockingIOError)
+        answers = list(unpack(worker.inbox))
+        for message in answers:
             try:
-                ok, value = pickle.loads(message)
+                ok, value, seconds = pickle.loads(message)
             except Exception:  # what the worker pickled can't be read here
-                ok, value = False, traceback.format_exc()
+                ok, value, seconds = False, traceback_text(), self.pace
             if worker.ready:
                 finish(worker.sent.popleft(), value if ok else WorkerError(value))
-                self._set_deadline(worker)
+                self.pace += (seconds - self.pace) / 64
             elif ok:
                 worker.ready = True
             else:
                 return self._break(value)
+        if answers:
+            self._set_deadline(worker)
         if ended:
             self._replace(worker, WorkerDied("the worker died in this call: it exited, crashed, or was out of memory"))
         self._feed()
@@ -305,15 +316,15 @@ def fork_worker(fd: int, control: socket.socket) -> int:
 
 def serve_calls(sock: socket.socket) -> None:
     """The first message is the setup, every other one the arguments of a call."""
-    function, reader = None, sock.makefile("rb")
+    function, reader = None, sock.makefile("rb", AT_ONCE)
     while head := reader.read(LENGTH.size):
-        message = reader.read(LENGTH.unpack(head)[0])
+        message, start = reader.read(LENGTH.unpack(head)[0]), time.perf_counter()
         try:
             if function:
                 value = function(*pickle.loads(message))
             else:
                 function, value = pickle.loads(message)(), None
-            answer = pickle.dumps((True, value))
+            answer = pickle.dumps((True, value, time.perf_counter() - start))
         except BaseException:  # SystemExit too is an error of this call
-            answer = pickle.dumps((False, traceback.format_exc()))
-        sock.sendall(pack(answer))
+            answer = pickle.dumps((False, traceback_text(), time.perf_counter() - start))
+        sock.sendall(pack(answer))  # before the next call begins, which may never end

@@ -28,7 +28,7 @@ RATIO = "(torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs, 0.0
 GAP = "d = log_ratio(old_logprobs, rollout_logprobs, mask).detach()"
 RANKS = "test_proofs.py::test_the_gradient_does_not_depend_on_the_ranks"
 CUT = "test_proofs.py::test_the_gradient_does_not_depend_on_the_cut"
-SCORES = "await asyncio.gather(*(self.scorer.score(t) for t in trajectories))"
+SCORES = "scores = [self.scorer.score(t) for t in trajectories]"
 WAIT = "self.num_ended = getattr(self, 'num_ended', 0) + 1\n        while self.num_ended < self.num_expected:\n            await asyncio.sleep(0.01)\n        "
 TENSOR_PARALLEL = "test_train.py::test_two_ranks_that_share_a_vllm_sample_what_one_samples"
 FORWARD = "test_actor.py::test_packed_forward_equals_one_forward_a_sequence"
@@ -40,8 +40,19 @@ BUGS = [
     Bug("factor world size dropped", "actor.py", "backward(loss * dist.get_world_size())", "backward(loss)", RANKS + "[2]"),
     Bug("rank without work trains", "actor.py", "batch.loss_mask = torch.zeros_like(batch.loss_mask)", "pass", RANKS + "[3]"),
     Bug("shift off by one", "actor.py", "batch.position_ids, sampled - 1", "batch.position_ids, sampled", FORWARD),
-    Bug("temperature forgotten", "actor.py", ".float() / temperature", ".float()", FORWARD),
-    Bug("padding of the vocabulary in the softmax", "actor.py", "[:, :num_tokens].float()", ".float()", FORWARD),
+    Bug("temperature forgotten", "head.py", "[:, :num_tokens].float() / scale)", "[:, :num_tokens].float() / 1)", FORWARD),
+    Bug("padding of the vocabulary in the softmax", "head.py", "logits[:, :num_tokens].float() / scale).clamp(min=LOW), min(BLOCK, num_tokens)", "logits.float() / scale).clamp(min=LOW), min(BLOCK, num_tokens)", FORWARD),
+    Bug("head: a chunk's gradient of the weight lost", "head.py", "grad_weight.addmm_(logits.T, h)", "torch.mm(logits.T, h)", "test_kernels.py::test_head_gives_log_probs_entropies_and_gradients"),
+    Bug("head: the entropy's gradient without its mean", "head.py", "(scaled - mean[:, None])", "scaled", "test_kernels.py::test_head_gives_log_probs_entropies_and_gradients"),
+    Bug("kernel: padding takes part in the softmax", "kernels.py", "mask=ids < num_tokens, other=-float", "mask=ids < num_tokens + 7, other=-float", "test_kernels.py::test_triton_kernels_compute_what_torch_does"),
+    Bug("kernel: a sequence's last tile attends past its end", "kernels.py", "tl.where((t < length)[None, :], tl.dot(q, k) * scale, -1e30)", "tl.dot(q, k) * scale", "test_kernels.py::test_triton_kernels_compute_what_torch_does"),
+    Bug("kernel: a head of another group", "kernels.py", "(head * G + m)[:, None]", "(head + m)[:, None]", "test_kernels.py::test_triton_kernels_compute_what_torch_does"),
+    Bug("sampler: a token's neighbour", "sampler.py", "(inner <= before * inner[:, -1:])", "(inner < before * inner[:, -1:] + 0.01)", "test_kernels.py::test_sampled_tokens_follow_their_probabilities"),
+    Bug("sampler: one random number for a whole sequence", "sampler.py", "seeds + (positions + 1) * GOLDEN", "seeds + GOLDEN", "test_kernels.py::test_a_token_follows_from_its_logits_seed_and_position_alone"),
+    Bug("sampler: top_p forgotten", "sampler.py", "(states.top_p.np[rows] != 1).any()", "False", "test_kernels.py::test_vllm_samples_what_is_cut_or_has_more_to_tell"),
+    Bug("decode kernel: a sliding window forgotten", "engine.py", "known = self.sliding_window,", "known = (-1, -1),", "test_kernels.py::test_decode_kernel_serves_what_it_knows_and_nothing_else"),
+    Bug("torch keeps its memory when vLLM needs it", "engine.py", "< self.slept_bytes + SPARE", "< SPARE", "test_sync_weights.py::test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it"),
+    Bug("log-probs put back in another order", "actor.py", "torch.arange(starts[i], starts[i + 1]) for i in indices", "torch.arange(starts[i], starts[i + 1]) for i in sorted(indices)", "test_actor.py::test_log_probs_of_micro_batches_come_back_to_their_trajectories"),
     Bug("positions not reset", "batch.py", "torch.arange(len(seq_ids)) - cu_seqlens[seq_ids]", "torch.arange(len(seq_ids))", "test_batch.py::test_collate_puts_sequences_end_to_end"),
     Bug("tool tokens trained on", "batch.py", "self._append(tokens, 0, ", "self._append(tokens, 1, ", "test_batch.py::test_observe_and_act_write_the_docstrings_example"),
     Bug("uid without the step", "batch.py", "repr(key)", "repr((key[0], *key[2:]))", "test_batch.py::test_prompt_uids_differ_in_every_part_and_do_not_run_together"),
@@ -75,13 +86,13 @@ BUGS = [
     Bug("unscorable trajectories in the loss", "advantage.py", "counts = trajectory.score == trajectory.score and", "counts = True and", "test_advantage.py::test_set_loss_mask_is_the_response_mask_of_what_has_a_score"),
     Bug("equal groups not zeroed", "advantage.py", "advantages[equal] = 0.0", "pass", "test_advantage.py::test_equal_scores_teach_exactly_nothing"),
     Bug("whitened over all positions", "advantage.py", "chosen = values[mask]", "chosen = values.flatten()", "test_advantage.py::test_reinforce_plus_plus_by_hand"),
-    Bug("observations discount", "advantage.py", "torch.where(mask[..., t], step, running)", "step", "test_advantage.py::test_reinforce_plus_plus_by_hand"),
+    Bug("observations discount", "advantage.py", "torch.ones_like(scores).masked_fill(mask, gamma)", "torch.full_like(scores, gamma)", "test_advantage.py::test_reinforce_plus_plus_by_hand"),
     Bug("passk: gap to the mean", "advantage.py", "top.values[:, -1:], 0.0)", "group_mean(s, n), 0.0)", "test_advantage.py::test_grpo_passk_by_hand"),
-    Bug("remax: baseline added", "advantage.py", "trajectory.score - trajectory.baseline", "trajectory.score + trajectory.baseline", "test_advantage.py::test_remax_by_hand"),
+    Bug("remax: baseline added", "advantage.py", "t.score - t.baseline", "t.score + t.baseline", "test_advantage.py::test_remax_by_hand"),
     Bug("first output stands for the session", "advantage.py", "sorted(g, key=lambda t: t.index)", "sorted(g, key=lambda t: -t.index)", "test_advantage.py::test_the_last_output_stands_for_its_session"),
     Bug("overlong penalty: sign", "advantage.py", "t.score -= penalties[-1]", "t.score += penalties[-1]", "test_advantage.py::test_overlong_responses_are_punished_by_hand"),
     Bug("complete responses masked as truncated", "advantage.py", '== "length")', '!= "length")', "test_advantage.py::test_truncated_responses_leave_loss_and_baseline_when_asked_to"),
-    Bug("score on the last token, sampled or not", "advantage.py", "rewards[mask.nonzero()[-1]]", "rewards[-1]", "test_advantage.py::test_the_score_sits_on_the_last_sampled_token"),
+    Bug("score on the last token, sampled or not", "advantage.py", "np.where(mask, np.arange(len(mask)), -1)", "np.arange(len(mask))", "test_advantage.py::test_the_score_sits_on_the_last_sampled_token"),
     Bug("warm-up off by one", "actor.py", "return step / cfg.lr_warmup_steps", "return (step + 1) / cfg.lr_warmup_steps", "test_loss.py::test_golden_lr_factor"),
     Bug("data position lost", "data.py", '"position": self.position}', '"position": 0}', "test_data.py::test_resume_continues_where_it_stopped"),
     Bug("every epoch in the same order", "data.py", '{self.seed}/{self.epoch}"', '{self.seed}"', "test_data.py::test_an_epoch_hands_out_every_row_once_and_drops_the_rest"),
@@ -111,7 +122,7 @@ BUGS = [
     Bug("scores wait for all sessions", "rollout.py", SCORES, WAIT + SCORES, "test_rollout.py::test_finished_session_is_scored_while_others_generate"),
     Bug("a lone survivor is a group", "rollout.py", 'at_least = 2 if cfg', 'at_least = 1 if cfg', "test_rollout.py::test_failed_groups_are_dropped_or_their_survivors_kept"),
     Bug("cancelled session goes on in vLLM", "engine.py", "self.orders[1].append(name)", "pass", "test_rollout.py::test_cancelled_session_leaves_vllm"),
-    Bug("metrics rewritten in place", "log.py", 'write_durably(path, "".join(lines))', 'path.write_text("".join(lines))', "test_resume.py::test_kill_while_metrics_are_rewritten_loses_none"),
+    Bug("metrics rewritten in place", "log.py", 'write_durably(path, "".join(to_json(', 'path.write_text("".join(to_json(', "test_resume.py::test_kill_while_metrics_are_rewritten_loses_none"),
     Bug("followers not told of aborts", "engine.py", "self.ranks.broadcast_object(orders)", "self.ranks.broadcast_object((orders[0], []))", "test_train.py::test_sessions_given_up_leave_the_vllm_that_ranks_share"),
     Bug("followers add no requests", "engine.py", "self.ranks.broadcast_object(orders)", "self.ranks.broadcast_object(([], orders[1]))", TENSOR_PARALLEL),
     Bug("replicated parameters counted by every rank", "sync_weights.py", "torch.where(whole, shards[0], shards.sum(0))", "shards.sum(0)", TENSOR_PARALLEL),
@@ -134,7 +145,7 @@ BUGS = [
     Bug("scheduler: preempted requests taken for others", "scheduler.py", "results.logprobs is None or known[name].num_preemptions", "results.logprobs is None", "test_scheduler.py::test_the_same_when_steps_are_scheduled_ahead"),
     Bug("scheduler: decoded blocks not hashed", "scheduler.py", "r.update_block_hashes()", "pass", "test_scheduler.py::test_same_tokens_log_probs_and_ends[turns]"),
     Bug("trace: other ranks' entropy lost", "dump.py", "gather([{key: values.cpu() for key, values in actor.entropies.items() if key in traced}])", "[]", "test_show.py::test_trace_has_every_number_of_a_step[two_ranks]"),
-    Bug("trace: observations earn", "dump.py", "if t.loss_mask[i]:", "if True:", "test_dump.py::test_returns_discount_at_sampled_tokens_only"),
+    Bug("trace: observations earn", "dump.py", "t.loss_mask[t.prompt_length :]", "torch.ones_like(t.loss_mask[t.prompt_length :])", "test_dump.py::test_returns_discount_at_sampled_tokens_only"),
     Bug("escape sequences reach the terminal", "console.py", "or (unicodedata", "or True or (unicodedata", "test_dump.py::test_what_a_terminal_would_obey_is_spelt_out"),
     Bug("an error's quotes reach torchrun as they are", "launch.py", "raise RuntimeError(printable(traceback.format_exc())) from None", "raise RuntimeError(traceback.format_exc()) from None", "test_launch.py::test_error_that_quotes_what_a_policy_wrote_is_spelt_out[2]"),
     Bug("moments stay on the device", "offload.py", "            storage.resize_(0)\n", "            pass\n", "test_offload.py::test_moments_are_really_away_and_come_back"),

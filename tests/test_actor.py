@@ -13,8 +13,8 @@ from conftest import ROOT
 from gpu_ranks import gradient_difference, work
 from transformers import AutoModelForCausalLM
 
-import actor as actor_module
-from actor import Actor, ActorConfig, Reference, forward, load_model, score
+import head
+from actor import Actor, ActorConfig, Reference, forward, load_model, score, share_logprobs
 from attention import packed_attention
 from batch import Task, Trajectory, collate
 from launch import make_accelerator, make_plugin
@@ -68,7 +68,7 @@ def test_packed_forward_equals_one_forward_a_sequence(tiny, tokenizer, name, tem
 def test_head_in_chunks_gives_the_same_values_and_gradients(tiny, tokenizer, monkeypatch):
     results = []
     for elements in (2**28, 128 * 3):  # all at once, three positions at a time
-        monkeypatch.setattr(actor_module, "HEAD_CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(head, "CHUNK_ELEMENTS", elements)
         model = load_model(str(tiny / "model"), torch.float32, len(tokenizer), 1.0)
         logprobs, entropy = forward(model, collate(sequences(tokenizer)))
         (logprobs.sum() + entropy.square().sum()).backward()
@@ -108,6 +108,21 @@ def test_one_gpu_gathers_its_weights_once_a_mini_batch(cfg, tokenizer, accelerat
     actor.start_step()
     actor.backward(sequences(tokenizer), LOSS)
     assert actor.gradient()[1] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("knobs, whole", [({}, True), ({"enable_gradient_checkpointing": True}, False), ({"reshard_after_forward": True}, False)])
+def test_a_small_model_on_one_gpu_is_one_group_with_the_same_gradient(cfg, tokenizer, accelerator, monkeypatch, knobs, whole):
+    """Unless weights are to be freed between layers, or activations checkpointed: then each layer is one."""
+    norms = []
+    for settings in (dataclasses.replace(cfg.actor, **{"enable_gradient_checkpointing": False} | knobs), dataclasses.replace(cfg.actor, enable_gradient_checkpointing=True)):
+        monkeypatch.setattr(accelerator.state, "fsdp_plugin", make_plugin(settings, activation_checkpointing=settings.enable_gradient_checkpointing))
+        actor = Actor(settings, accelerator, len(tokenizer), 1.0)
+        if not norms:
+            assert [type(layer).__name__.startswith("FSDP") for layer in actor.model.model.layers] == [not whole] * 2
+        actor.start_step()
+        actor.backward(sequences(tokenizer), LOSS)
+        norms.append(actor.gradient()[1])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 def test_fsdp_is_active_with_one_process(actor):
@@ -281,6 +296,12 @@ def test_reference_is_the_initial_actor_and_stays(cfg, tokenizer, accelerator, a
     actor.update(trajectories, LOSS, step=0, total_steps=10, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(initial, reference.score(trajectories)))
     assert not torch.equal(torch.cat(actor.score(trajectories)), torch.cat(initial))
+
+
+def test_log_probs_of_micro_batches_come_back_to_their_trajectories(accelerator):
+    """Whatever the order within a micro-batch; one that a rank computed for the others' sake counts nowhere."""
+    own = [([2, 0], torch.tensor([20.0, 21.0, 22.0, 0.0])), ([], torch.tensor([9.0])), ([1], torch.tensor([10.0, 11.0]))]
+    assert [x.tolist() for x in share_logprobs(own, [1, 2, 3], "cpu")] == [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
 
 
 def test_score_is_zero_where_nothing_was_sampled(tokenizer, actor):

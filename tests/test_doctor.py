@@ -55,6 +55,9 @@ def flat(step):
 FLAT, VAL, NO = {"reward/mean": flat}, "val/x/mean@1", float("nan")
 
 
+CUT = {"response_length/clip_ratio": 0.62, "reward/truncated": 0.1, "rollout/num_trajectories": 256}
+
+
 def after(start, before, then):
     return lambda step: before if step < start else then
 
@@ -160,6 +163,14 @@ def test_every_diagnosis_is_tested():
     ({"correction/k3": 0.002}, 3, knobs(actor={"dtype": "float32"}), ["mismatch"]),  # what bfloat16 may, float32 may not
     ({"actor/lr": 0.0}, 3, knobs(actor={"lr_warmup_steps": 2}), ["lr_stays_zero"]),  # the warm-up is over
     ({"response_length/clip_ratio": 1.0, "reward/frac_zero_std": 1.0, "reward/max": 0.0, "reward/mean": 0.0}, 3, KNOBS, ["rewards_all_low", "truncated"]),  # cut, and no reward: not on purpose
+    ({"response_length/clip_ratio": 0.62}, 3, knobs(data={"max_response_length": 32}), ["truncated_on_purpose"]),  # the answer is a sum, a limit of 8 no mistake
+    ({"response_length/clip_ratio": 0.62}, 3, knobs(data={"max_response_length": 33}), ["truncated"]),
+    ({"response_length/clip_ratio": 0.62, "reward/frac_zero_std": 1.0}, 3, knobs(data={"max_response_length": 8}), ["groups_all_equal", "truncated"]),
+    (CUT | {"reward/truncated": 0.5}, 3, KNOBS, ["truncated_on_purpose"]),  # cut, and better than the others: so long is right
+    (CUT | {"reward/truncated": 0.16}, 3, KNOBS, ["truncated_on_purpose"]),  # 3 standard errors below 0.217 are 0.157
+    (CUT | {"reward/truncated": 0.15}, 3, KNOBS, ["truncated"]),
+    (CUT | {"reward/truncated": 0.15, "rollout/num_trajectories": 128}, 3, KNOBS, ["truncated_on_purpose"]),  # of so few it may be chance
+    (CUT | {"reward/truncated": 0.0, "response_length/clip_ratio": 0.9}, 3, KNOBS, ["truncated"]),
     ({"actor/entropy": lambda i: 0.8 * 0.9**i}, 40, KNOBS, []),  # the reward rises
     ({"actor/entropy": lambda i: 0.8 * 0.9**i, "reward/mean": lambda i: 0.85}, 40, KNOBS, []),  # the task is solved
     (FLAT | {"actor/entropy": always(0.009)}, 40, KNOBS, ["entropy_collapsed"]),  # from the beginning

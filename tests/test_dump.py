@@ -7,7 +7,8 @@ import pytest
 import torch
 from fakes import make_trajectory
 
-from console import SpeltOut, one_line, printable
+from advantage import AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards
+from console import SpeltOut, one_line, printable, traceback_text
 from dump import consumed, gather_entropies, pieces, returns, sample_table, samples, trace_records
 
 
@@ -22,6 +23,17 @@ def test_returns_discount_at_sampled_tokens_only():
     assert returns(t, 0.5) == [0, 0, 0.5 + 0.5 * 0.5, 0.5, 1.0, 1.0]
     assert returns(t, 1.0) == [0, 0, 1.5, 1.0, 1.0, 1.0]
     assert returns(told(t, loss_mask=[0, 0, 1, 1, 0, 0], rewards=[0, 0, 0, 0, 0, 1.0]), 1.0)[2:] == [0, 0, 0, 0], "what is left out of the loss earns nothing"
+
+
+def test_returns_are_what_reinforce_plus_plus_whitens():
+    group = [make_trajectory(prompt=i + 1, response=response, score=score, session_id=i) for i, (response, score) in enumerate([((1, 1, 0, 1), 1.0), ((1, 0, 1), -0.3)])]
+    cfg = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.9)
+    set_loss_mask(group)
+    set_token_level_rewards(group, cfg, 0.0)
+    compute_advantages(group, cfg)
+    values = [torch.tensor(returns(t, 0.9), dtype=torch.float64)[t.loss_mask] for t in group]
+    whole, found = torch.cat(values), torch.cat([t.advantages[t.loss_mask] for t in group])
+    assert len(set(whole.tolist())) == 5 and found.tolist() == pytest.approx(((whole - whole.mean()) / whole.std()).tolist(), rel=1e-5)
 
 
 def test_consumed_names_every_update_of_several_epochs():
@@ -82,6 +94,29 @@ def test_table_fits_its_width_and_shows_the_ends_of_texts():
 @pytest.mark.parametrize("text, shown", [("a\x1b[2Jb", "a\\x1b[2Jb"), ("\x9b31m", "\\x9b31m"), ("a\rb\x07", "a\\x0db\\x07"), ("\u202egnp.exe", "\\x202egnp.exe"), ("a\r\nb", "a\nb"), ("👨‍👩‍👧 می‌خواهم \U0001fae8", "👨‍👩‍👧 می‌خواهم \U0001fae8"), ("\ud800", "\\xd800"), ("two\nlines\té 数 🙂", "two\nlines\té 数 🙂")])
 def test_what_a_terminal_would_obey_is_spelt_out(text, shown):
     assert printable(text) == shown
+
+
+def told_of(error: Exception, cause: Exception | None = None) -> list[str]:
+    try:
+        raise error from cause
+    except Exception:
+        return traceback_text().splitlines()
+
+
+def test_traceback_keeps_its_head_and_what_the_error_says():
+    short = told_of(KeyError("a"))
+    assert short[0] == "Traceback (most recent call last):" and short[-1] == "KeyError: 'a'" and len(short) == 4
+    long = told_of(ValueError("\n".join(f"row {i} is no row" for i in range(1000))), KeyError("the cause"))
+    assert "KeyError: 'the cause'" in long and "ValueError: row 0 is no row" in long and long[-1] == "row 999 is no row"
+    assert long[-20] == "[... 961 lines left out ...]" and len(long) < 60
+    group = told_of(ExceptionGroup("many", [KeyError(i) for i in range(100)]))
+    assert "ExceptionGroup: many (100 sub-exceptions)" in "".join(group) and len(group) < 50
+
+
+@pytest.mark.parametrize("length, shown", [(1000, "y" * 1000), (1001, "y" * 500 + " [... 1 characters left out ...] " + "y" * 500), (10**6, "y" * 500 + " [... 999000 characters left out ...] " + "y" * 500)])
+def test_long_line_of_a_traceback_loses_its_middle(length, shown):
+    name = type("y" * length, (Exception,), {"__module__": "builtins"})
+    assert told_of(name())[-1] == shown
 
 
 def test_stream_spells_out_what_is_written_to_it():

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-import actor
 import bench
 import memory
 from config import load_config
+from head import head_forward, replace_head
 from memory import GIB, Estimate, Shape, change, check_memory, estimate, peak, report
 
 H200 = int(139.8 * GIB)
@@ -156,20 +156,25 @@ def test_most_that_is_alive_in_a_forward_without_gradient(shape):
 
 
 @pytest.mark.parametrize("num_tokens", [151936, 100000])
-def test_most_that_is_alive_in_the_head(num_tokens):
-    """Four chunks of the real size, whose tokens were all sampled."""
+def test_most_that_is_alive_in_the_head(num_tokens, monkeypatch):
+    """Four chunks of the real size, whose tokens were all sampled, with what the kernels of a GPU make."""
+
+    def as_kernel(logits, temperature, num_tokens):
+        return torch.empty(len(logits), -(-num_tokens // 2048), 3, device="meta").unbind(-1)
+
     now = Estimate(configured("bench_qwen3_0_6b", "--data.max-prompt-length", "512", "--actor.ppo-max-token-len-per-gpu", "7064"), Shape.of(config_of("qwen3-0.6b")), num_tokens, 1, H200)
     tokens, sampled, rows, several = now.micro_batch(7064, 64, 151936)
     assert (tokens, sampled, rows, several) == (7064, 7064, 2**28 // 151936, True)
     head = torch.nn.Linear(1024, 151936, bias=False, device="meta", dtype=torch.bfloat16)
-    head.targets, head.temperature, head.num_tokens = torch.zeros(sampled, dtype=torch.int64, device="meta"), 1.0, num_tokens
-    head.compiled_chunk = actor.head_chunk
+    monkeypatch.setattr("head.kernels_for", lambda _: types.SimpleNamespace(block_statistics=as_kernel, logit_gradient=lambda logits, *_: logits))
+    replace_head(head, num_tokens, 1.0)
+    head.targets = torch.zeros(sampled, dtype=torch.int64, device="meta")
     hidden = torch.zeros(1, sampled, 1024, dtype=torch.bfloat16, device="meta")
     with Alive([head.weight]) as forward, torch.no_grad():
-        actor.head_forward(head, hidden)
+        head_forward(head, hidden)
     assert now.scoring(now.shape)["LM head"] - 2 * 1024 * (tokens + sampled) == pytest.approx(forward.most, rel=0.02)
     with Alive([head.weight, hidden]) as backward:
-        actor.head_forward(head, hidden.requires_grad_()).sum().backward()
+        head_forward(head, hidden.requires_grad_()).sum().backward()
     in_head = now.updating()[0]
     whole = in_head["gradients"] - 4 * (now.shape.params + 151936 * 1024)  # without those of earlier micro-batches
     assert whole + in_head["LM head"] == pytest.approx(backward.most, rel=0.02)

@@ -48,6 +48,15 @@ def test_failed_and_unscored_sessions_are_wrong_and_counted():
     assert m["val/exact/failed_sessions"] == pytest.approx(4 / 6) and m["val/exact/num_sessions"] == 6
 
 
+def test_reward_of_the_responses_cut_at_the_limit():
+    step = [session(0, i, score, weight_version=0) for i, score in enumerate((1.0, 0.5, 0.0, math.nan))]
+    assert "reward/truncated" not in rollout_metrics(step)
+    for t in step[1:]:
+        t.finish_reason = "length"
+    m = rollout_metrics(step)
+    assert m["response_length/clip_ratio"] == 0.75 and m["reward/mean"] == 0.5 and m["reward/truncated"] == 0.25
+
+
 def test_a_source_that_lost_everything_is_zero():
     m = validation_metrics([session(0, 0, 1.0)], tasks(1) + tasks(2, "gsm8k", first=1), 1)
     assert m["val/gsm8k/mean@1"] == 0 and m["val/gsm8k/failed_sessions"] == 1 and m["val/mean"] == 0.5

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attention
-from actor import collate_for, forward, load_model, plan_of
-from attention import padded_attention, shared_attention
+from actor import collate_for, forward, load_model, plan_of, share_logprobs
+from attention import flash_attention, padded_attention
 from batch import Task, Trajectory, collate
 from prompts import pack_shared, prompt_groups, share
 from test_actor import LOSS
@@ -101,8 +101,8 @@ def test_an_update_is_the_same_with_shared_prompts(actor, tokenizer):
         trajectories = sessions(len(tokenizer))
         actor.start_step()
         actor.optimizer.zero_grad()
-        sums = actor.backward(trajectories, LOSS, own := {})
-        updates.append(([p.grad.to_local().clone() for p in actor.model.parameters()], sums["actor/entropy"][0], [own[i] for i in range(len(trajectories))], actor.score(trajectories)))
+        sums = actor.backward(trajectories, LOSS, own := [])
+        updates.append(([p.grad.to_local().clone() for p in actor.model.parameters()], sums["actor/entropy"][0], share_logprobs(own, [len(t.tokens) for t in trajectories], "cpu"), actor.score(trajectories)))
         assert len(plan_of(trajectories, actor.cfg, 24)[0]) == (2 if on else 3)
         assert (collate_for(trajectories, actor.cfg, "cpu").shared is not None) == on
     for one, other in zip(*updates):
@@ -118,14 +118,14 @@ def varlen(q, k, cu_q, cu_k, causal: bool, scale: float):
     return scores.masked_fill(hidden | (torch.arange(len(q))[:, None] < torch.arange(len(k))[None]) if causal else hidden, -torch.inf)
 
 
-def reference_forward(q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale):
+def reference_forward(q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left=-1):
     assert (longest_q, longest_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
     scores = varlen(q, k, cu_q, cu_k, causal, scale)
     v = v.repeat_interleave(q.size(1) // v.size(1), 1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def reference_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k, causal, scale):
+def reference_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k, causal, scale, left=-1):
     """As flash attention computes it: from `out` and `lse` as they are given, not its own (Dao 2023, arXiv:2307.08691)."""
     copies = q.size(1) // k.size(1)
     keys, values = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
@@ -145,13 +145,13 @@ def test_attention_to_a_shared_prompt_and_its_gradients(monkeypatch):
     draw = lambda heads: torch.randn(len(shared.index), heads, 8, generator=random, dtype=torch.float64)  # noqa: E731
     weights, tensors = draw(4), [draw(4), draw(2), draw(2)]
     sizes = shared.num_prompt_tokens, shared.longest_own, shared.longest_responses, shared.longest_prompt
-    args = tensors[0].float().requires_grad_(), *(x.float().requires_grad_() for x in tensors[1:]), shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, 0.3
-    torch.library.opcheck(shared_attention, args)  # what torch.compile is told of its shapes and gradients is so
+    args = tensors[0].float().requires_grad_(), *(x.float().requires_grad_() for x in tensors[1:]), shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, 0.3, -1
+    torch.library.opcheck(flash_attention, args)  # what torch.compile is told of its shapes and gradients is so
     results = []
     for together in (True, False):
         q, k, v = (x.clone().requires_grad_() for x in tensors)
         if together:
-            out = shared_attention(q, k, v, shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, 0.3)[0]
+            out = flash_attention(q, k, v, shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, 0.3, -1)[0]
         else:
             out = padded_attention(q[shared.places], k[shared.places], v[shared.places], 0.3, None, batch)[shared.index]
         (out * weights).sum().backward()

@@ -2,17 +2,18 @@
 import itertools
 import math
 from dataclasses import replace
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from actor import Actor, ActorConfig, forward, head_forward
+from actor import Actor, ActorConfig, forward
 from advantage import ESTIMATORS, AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards
 from batch import collate, pack
 from fakes import make_trajectory
+from head import replace_head
 from loss import AGGREGATIONS, LOSSES, LossConfig, correction_weights, count_totals, kl_divergence, policy_loss, reject_mismatched
 from test_loss import GOLDEN, KL_TYPES, KNOBS, POLICY, backward, combination, golden_batch, loss_and_grad_norm, random_mini_batch
 
@@ -110,7 +111,7 @@ class ToyModel(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.position, self.head = torch.nn.Embedding(num_tokens, 8), torch.nn.Embedding(64, 8), torch.nn.Linear(8, num_tokens)
-        self.head.temperature, self.head.num_tokens, self.head.forward = 0.8, num_tokens, MethodType(head_forward, self.head)
+        replace_head(self.head, num_tokens, 0.8)
 
     def get_output_embeddings(self):
         return self.head

@@ -267,6 +267,20 @@ async def knows_no_log_prob(task, policy, cfg):
     return t
 
 
+async def knows_half_a_log_prob(task, policy, cfg):
+    t = await single_turn_agent(task, policy, cfg)
+    t.rollout_logprobs[-1] = float("nan")
+    return t
+
+
+async def falls_deep(task, policy, cfg):
+    await falls_deep_by_turns(task, policy, cfg)
+
+
+async def falls_deep_by_turns(task, policy, cfg):
+    await falls_deep(task, policy, cfg)
+
+
 async def begins_with_a_sampled_token(task, policy, cfg):
     t, whole = Trajectory(task), await single_turn_agent(task, policy, cfg)
     t.act(whole.tokens[-1:], whole.rollout_logprobs[-1:])
@@ -286,7 +300,9 @@ FAILURES = [
     (writes_tokens_by_hand, "mask bits"),
     (returns_ids_that_are_none, "ids 1 to 1000000 of"),
     (measures_no_number, "metrics that are no numbers: {'mood': 'good'}"),
+    (knows_half_a_log_prob, "without a prompt, or with a log-prob that is no number"),
     (knows_no_log_prob, "without a prompt, or with a log-prob that is no number"),
+    (falls_deep, "lines left out ...]\n"),
     (begins_with_a_sampled_token, "without a prompt, or with a log-prob that is no number"),
 ]
 
@@ -308,7 +324,7 @@ def test_failed_session_fails_its_group_only_and_keeps_its_error(cfg, awake, mon
     assert [g.status for g in groups] == ["failure" if task.index == 12 else "finished" for task in TASKS]
     assert [g.task for g in groups] == TASKS and [len(g.trajectories) for g in groups] == [4, 4, 3, 4, 4, 4]
     assert [t.session_id for t in groups[2].trajectories] == [0, 2, 3]
-    assert len(groups[2].errors) == 1 and message in groups[2].errors[0]
+    assert len(groups[2].errors) == 1 and message in groups[2].errors[0] and groups[2].errors[0].count("\n") < 50
     assert not awake.llm.llm_engine.has_unfinished_requests() and after[0].status == "finished"
 
 
@@ -465,6 +481,7 @@ def test_agent_may_return_several_outputs_and_branch(cfg, awake, monkeypatch):
 
     use_agent(monkeypatch, branches)
     trajectories = run(awake, TASKS[:2], 0, cfg.rollout)
+    assert all(t.score == 0.0 for t in trajectories)
     assert [(t.session_id, t.index) for t in trajectories[:16]] == [(s, i) for s in range(4) for i in range(4)]
     assert len({t.uid for t in trajectories}) == 2
     session = trajectories[:4]

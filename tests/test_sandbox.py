@@ -1,4 +1,5 @@
 """What the policy's code can't do in the sandbox, with the audit hook and without it."""
+import asyncio
 import os
 import socket
 import subprocess
@@ -9,8 +10,10 @@ import time
 import pytest
 
 import sandbox
+from agent import AgentConfig
 from conftest import ROOT
 from sandbox import python
+from tools import Call, Toolbox
 
 
 def test_prints_and_results_come_in_order():
@@ -89,16 +92,36 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
 
 
-def test_code_dies_with_the_process_that_runs_it(tmp_path):
+def test_tool_that_is_stopped_at_its_deadline_leaves_no_folder(tmp_path, monkeypatch):
+    """Its worker is killed long before the sandbox's own deadline, and clears up nothing."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    box, call = Toolbox(AgentConfig(tools=("python",), tool_timeout_s=1.0, tool_workers=1)), Call("python", {"code": "open('a', 'w').write('x')\nwhile True: pass"})
+
+    async def ask_and_look():
+        asked = asyncio.ensure_future(box.call(call))
+        while not os.listdir(tmp_path) and not asked.done():
+            await asyncio.sleep(0.005)
+        return os.listdir(tmp_path), await asked
+
+    for _ in range(3):
+        folders, (text, ok) = asyncio.run(ask_and_look())
+        assert len(folders) == 1 and (text, ok) == ("error: python took more than 1 s and was stopped", False)
+    wait_for(lambda: not os.listdir(tmp_path), "the end of the folders")
+    box.close()
+
+
+def test_code_and_its_folder_go_with_the_process_that_runs_it(tmp_path):
     """A worker of the pool is killed at its deadline: the code that it runs must go too."""
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import sandbox, threading; sandbox.WALL_S = 1000.0\nsandbox.python('import time\\nwhile True: time.sleep(0.1)  # {tmp_path.name}')"
-    worker = subprocess.Popen([sys.executable, "-c", program])
+    worker = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(tmp_path)})
     children = wait_for(lambda: descendants(worker.pid), "a child")
+    wait_for(lambda: os.listdir(tmp_path), "its folder")
     time.sleep(0.5)  # until it has its own namespaces
     children |= {pid for child in children for pid in descendants(child)}
+    assert len(children) > 1
     worker.kill()
     worker.wait()
-    wait_for(lambda: not any(is_alive(pid) for pid in children), "their end")
+    wait_for(lambda: not any(is_alive(pid) for pid in children) and not os.listdir(tmp_path), "their end")
 
 
 def descendants(pid: int) -> set[int]:

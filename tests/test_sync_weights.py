@@ -40,22 +40,42 @@ def test_no_probe_no_generation(cfg, engine, actor):
 
 
 def test_a_sleep_does_not_stop_when_another_process_takes_memory_of_the_gpu(cfg, engine, actor, monkeypatch):
-    """vLLM asserts, after it slept, that more is free than before. It also collects garbage, which is left to Python."""
+    """vLLM asserts, after it slept, that more is free than before. It also collects garbage, which is left to Python, and empties torch's cache."""
     sync_weights(actor, engine, cfg.sync, [])
     free = iter([100, 40])
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (next(free), 100))
-    collect, slept = gc.collect, []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50, 100))
+    collect, empty, slept = gc.collect, torch.cuda.empty_cache, []
 
     def sleep(level):
         before = torch.accelerator.get_memory_info()[0]
         assert torch.accelerator.get_memory_info()[0] >= before, "Memory usage increased after sleeping."
-        slept.append((level, gc.collect is collect))
+        slept.append((level, gc.collect is collect, torch.cuda.empty_cache is empty))
 
     monkeypatch.setattr(engine.llm, "sleep", sleep)
     monkeypatch.setattr(engine, "sleeps", True)
     engine.sleep()
-    assert (slept, engine.state) == ([(2, False)], "asleep")
-    assert gc.collect is collect and torch.accelerator.get_memory_info() == (100, 100)  # as they were
+    assert (slept, engine.state) == ([(2, False, False)], "asleep")
+    assert gc.collect is collect and torch.cuda.empty_cache is empty and torch.accelerator.get_memory_info() == (100, 100)  # as they were
+
+
+def test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it(cfg, engine, actor, monkeypatch):
+    sync_weights(actor, engine, cfg.sync, [])
+    free, events = [0], []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 140 * 2**30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("emptied"))
+    monkeypatch.setattr(engine.llm, "sleep", lambda level: free.__setitem__(0, free[0] + 50 * 2**30))
+    monkeypatch.setattr(engine.llm, "wake_up", lambda tags: events.append(tags[0]))
+    monkeypatch.setattr(engine, "sleeps", True)
+    monkeypatch.setattr(engine, "slept_bytes", 0)
+    engine.sleep()  # frees 50 GiB, which waking takes again
+    for gib, expected in [(53, ["weights"]), (51, ["emptied", "weights"])]:
+        free[0] = gib * 2**30
+        engine.wake_weights()
+        assert events == expected, gib
+        engine.state = "asleep"
+        events.clear()
+    monkeypatch.setattr(engine, "state", "asleep")
 
 
 def test_only_the_right_order_is_possible(cfg, engine, actor):

@@ -33,6 +33,9 @@ def serve(log, what, *args):
         "regex": lambda: re.match(r"(a+)+b", "a" * 60),  # in C, for centuries, without a look at signals
         "power": lambda: 9**9**9,
         "raise": lambda: 1 // 0,
+        "deep": lambda: [serve(None, "deeper")],
+        "deeper": lambda: [serve(None, "deep")],
+        "huge": lambda: {}[tuple(range(10**6))],
         "exit": lambda: sys.exit(3),
         "interrupt": lambda: signal.raise_signal(signal.SIGINT),
         "lambda": lambda: (lambda: 0),
@@ -147,6 +150,13 @@ def test_an_error_is_the_workers_traceback(pool):
     assert 'in <lambda>\n    "raise": lambda: 1 // 0' in str(run(pool, ("raise",))[0])
 
 
+@pytest.mark.parametrize("what, says", [("deep", "lines left out ...]\n"), ("huge", "characters left out ...]")])
+def test_a_long_traceback_comes_without_its_middle(pool, what, says):
+    text = str(run(pool, (what,))[0])
+    assert text.startswith("Traceback (most recent call last):\n  File ") and says in text and text.count("\n") < 50 and len(text) < 10_000
+    assert text.rstrip().rpartition("\n")[2].startswith({"deep": "RecursionError: maximum recursion depth", "huge": "KeyError: (0, 1, 2, 3,"}[what]) and text.endswith("\n")
+
+
 @pytest.mark.parametrize("what", [("sleep", 1000), ("spin",), ("regex",), ("power",)])
 def test_a_call_that_hangs(pool, what):
     old = set(run(pool, *[("nap",)] * 80))
@@ -179,6 +189,41 @@ def test_no_call_runs_twice(tmp_path):
     assert 2 <= ran.count("setup") <= 4, "once in each worker"
 
 
+def test_of_the_calls_that_a_worker_holds_none_is_lost_nor_blamed_nor_run_twice(tmp_path):
+    pool = WorkerPool(partial(make, tmp_path / "log"), 2)
+    held = watch(pool)
+    run(pool, *[("warm",)] * 500)
+    outcomes = run(pool, *[(i,) for i in range(40)], ("spin",), *[(i,) for i in range(40, 300)], ("die",), *[(i,) for i in range(300, 400)], timeout_s=1.0)
+    pool.close()
+    assert type(outcomes.pop(301)) is WorkerDied and type(outcomes.pop(40)) is WorkerTimeout and outcomes == list(range(400))
+    ran = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert sorted(name for name in ran if name not in ("setup", "warm")) == sorted([*map(str, range(400)), "spin", "die"])
+    assert max(held) > 16, "and it held many"
+
+
+def test_quick_calls_go_in_few_writes_and_slow_ones_wait_for_a_free_worker():
+    pool = WorkerPool(make, 2)
+    held = watch(pool)
+    run(pool, *[("echo", 1)] * 600)  # to know their pace
+    held.clear()
+    run(pool, *[("echo", 1)] * 600)
+    assert len(held) < 75 and 16 < max(held) <= 128
+    run(pool, *[("nap",)] * 40)
+    held.clear()
+    run(pool, *[("nap",)] * 40)
+    assert max(held) <= 8
+    pool.close()
+
+
+def watch(pool):
+    """How many calls a worker holds at each write to one, from now on, when all have started."""
+    while not all(worker.ready for worker in pool.workers):
+        run(pool, ("nap",))
+    held, write = [], pool._write
+    pool._write = lambda worker: held.append(len(worker.sent)) or write(worker)
+    return held
+
+
 def test_calls_start_in_order(tmp_path):
     pool = WorkerPool(partial(make, tmp_path / "log"), 1)
     run(pool, *[(i,) for i in range(50)], ("spin",), *[(i,) for i in range(50, 99)], timeout_s=1.0)
@@ -193,15 +238,38 @@ def test_the_deadline_counts_from_the_calls_own_start():
     pool.close()
 
 
-def test_a_loop_that_was_busy_elsewhere_finds_the_result(pool):
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_loop_that_was_busy_elsewhere_finds_the_result(pool, size):
     async def busy():
         await pool.call("echo", 0, timeout_s=20)
-        calls = [asyncio.ensure_future(pool.call("echo", i, timeout_s=0.5)) for i in range(6)]
+        calls = [asyncio.ensure_future(pool.call("echo", str(i) * size, timeout_s=0.5)) for i in range(6)]
         await asyncio.sleep(0)
         time.sleep(1.5)  # an engine's step
         return await asyncio.gather(*calls)
 
-    assert asyncio.run(busy()) == list(range(6)), "though their deadlines have passed"
+    assert asyncio.run(busy()) == [str(i) * size for i in range(6)], "though their deadlines have passed"
+
+
+def test_calls_reach_workers_before_a_loop_is_busy_elsewhere(tmp_path):
+    """One that a worker is free for, and the first of many: others wait for the loop, to be sent together."""
+    pool = WorkerPool(partial(make, tmp_path / "log"), 1)
+
+    async def busy(*names, turns=1):
+        (tmp_path / "log").write_text("")
+        calls = [asyncio.ensure_future(pool.call(name, timeout_s=20)) for name in names]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        time.sleep(0.5)  # an engine's step
+        ran = (tmp_path / "log").read_text().split()[::2]
+        await asyncio.gather(*calls)
+        return ran
+
+    run(pool, *[("warm",)] * 500)
+    assert asyncio.run(busy("one")) == ["one"]
+    ran = asyncio.run(busy(*range(100)))
+    assert len(ran) > 16 and ran == list(map(str, range(len(ran))))
+    assert len(asyncio.run(busy(*range(20), turns=2))) > 8, "the loop's next turn sends the others, whose number is no reason to wait"
+    pool.close()
 
 
 def test_the_loop_runs_on_while_a_worker_hangs(pool):
