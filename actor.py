@@ -62,7 +62,7 @@ class ActorConfig:
     use_torch_compile: bool = True
     """Compile the layers, once for all shapes: half a minute more at a first step, half the time of each. (Not on the CPU.)"""
     share_prompts: bool = False
-    """Compute a prompt once for all of its sessions in a micro-batch: exact, and less work where prompts are long. Not run on a GPU yet."""
+    """Compute a prompt once for all of its sessions in a micro-batch: exact, and less work, the more the longer prompts are. Needs use_dynamic_bsz."""
     reshard_after_forward: bool | None = None
     """Free each layer's gathered weights after its forward (ZeRO-3), or keep them until the backward (ZeRO-2), on one GPU for all micro-batches. When not given: free, but on one GPU."""
     optimizer_offload: bool = False

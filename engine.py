@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from agent import Reply, stop_token_ids
+from decoding import capture_sizes, lean_sampler, use_decode_kernel
 from scheduler import OUTCOME, lean_scheduler
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
 KERNEL_VERSIONS = ((0, 26), (0, 27))  # the same for what replaces kernels of vLLM, which are on GPUs only
 SPARE = 2 * 2**30  # bytes of the GPU that are to stay free when vLLM wakes beside what torch keeps for the next update
-DECODE_PROGRAMS = 1024  # sequences x key-value heads from which a GPU is busy with a program for each
 
 # The shim: vLLM's private names, and what its CPU build needs.
 
@@ -37,7 +37,12 @@ def import_vllm():
     if not VLLM_VERSIONS[0] <= version_of(vllm) < VLLM_VERSIONS[1]:
         low, high = (".".join(map(str, v)) for v in VLLM_VERSIONS)
         raise ValueError(f"vLLM {vllm.__version__} is installed; Lockstep knows {low} up to, not including, {high} (see requirements.txt)")
-    if not torch.cuda.is_available():
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()  # it would import vLLM once more, for 15 to 20 s, so as not to touch the GPU before it forks: we do not fork
+    if torch.cuda.is_available():
+        vllm.SamplingParams.for_sampler_warmup = staticmethod(lambda: vllm.SamplingParams(logprobs=0))  # else kernels of penalties and the like are compiled, 15 s
+    else:
         import vllm.model_executor.layers.utils as layers
 
         def keep_weights(layer, remove_weight):  # vLLM would pack them into handles that no new weights reach
@@ -49,14 +54,6 @@ def import_vllm():
         named = shared.make_group_name  # the same in every run on a machine: two would share memory, and one that was killed would block the next
         shared.make_group_name = staticmethod(lambda communicator: f"{named(communicator)}-{os.environ['MASTER_PORT']}")
     return vllm
-
-
-def capture_sizes(most: int) -> list[int]:
-    """Batch sizes to capture CUDA graphs of, up to `most` sequences, an eighth to a third apart: vLLM's own 51 take longer to start, and end at 512."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + 2 ** (sizes[-1].bit_length() - 3))
-    return [size for size in sizes if size < most] + [most]
 
 
 def version_of(vllm) -> tuple[int, ...]:
@@ -78,34 +75,6 @@ def forbid_tokens_from(model, num_tokens: int) -> None:
         return logits
 
     model.compute_logits = bounded
-
-
-def use_decode_kernel() -> None:
-    """Large batches in which each sequence decodes a token get kernels.decode_attention, all others vLLM's flash attention. Comes before vLLM captures CUDA graphs."""
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
-
-    from kernels import decode_attention
-
-    flash = FlashAttentionImpl.forward
-
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        m = attn_metadata
-        known = self.sliding_window, self.alibi_slopes, self.logits_soft_cap, self.sinks, self.kv_cache_dtype, self.attn_type.lower() == "decoder"
-        if known != ((-1, -1), None, 0, None, "auto", True) or self.head_size not in (64, 128, 256) or m is None or m.max_query_len != 1 or m.use_cascade or m.causal is not True:
-            return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
-        if m.num_actual_tokens * self.num_kv_heads < DECODE_PROGRAMS:  # too few for a GPU: flash attention cuts sequences into parts
-            return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
-        decode_attention(output[: m.num_actual_tokens], query[: m.num_actual_tokens], kv_cache, m.block_table, m.seq_lens, self.scale)
-        return output
-
-    if flash.__module__ != __name__:
-        FlashAttentionImpl.forward = forward
-
-
-def use_lean_sampler(llm) -> None:
-    from sampler import lean_sampler
-
-    lean_sampler(llm.llm_engine.model_executor.driver_worker.model_runner.sampler)
 
 
 def tensor_parallel_ranks():
@@ -170,7 +139,7 @@ class Engine:
             scheduler_cls=lean_scheduler(asynchronous=torch.cuda.is_available()) if cfg.rollout.lean_scheduler else None,
         )
         if kernels:
-            use_lean_sampler(self.llm)
+            lean_sampler(self.llm.llm_engine.model_executor.driver_worker.model_runner.sampler)
         self.model = vllm_model(self.llm)
         forbid_tokens_from(self.model, self.num_tokens)
         self.ranks = tensor_parallel_ranks()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import head
+import head as lm_head
 from launch import one_group, reshards
 from sync_weights import SUMMED_AT_ONCE
 
@@ -128,18 +128,21 @@ class Estimate:
 
     def micro_batch(self, budget: int, prompts: int, vocab: int) -> tuple[int, int, int, bool]:
         """Most tokens of a micro-batch, most sampled ones in it, how many of those have logits at once, and whether there may be several micro-batches."""
-        seqs = -(-prompts * self.cfg.rollout.n // self.world_size)
+        data, n = self.cfg.data, self.cfg.rollout.n
+        seqs = -(-prompts * n // self.world_size)
+        whole = -(-prompts // self.world_size) * (data.max_prompt_length + n * data.max_response_length) if self.cfg.actor.share_prompts else seqs * self.longest
         most = budget if self.cfg.actor.use_dynamic_bsz else self.cfg.actor.ppo_micro_batch_size_per_gpu * self.longest
-        tokens = min(most, seqs * self.longest)
-        sampled = min(tokens, seqs * self.cfg.data.max_response_length)
-        return tokens, sampled, min(sampled, max(1, head.CHUNK_ELEMENTS // vocab)), seqs * self.longest > most
+        tokens = min(most, whole)
+        sampled = min(tokens, seqs * data.max_response_length)
+        return tokens, sampled, min(sampled, max(1, lm_head.CHUNK_ELEMENTS // vocab)), whole > most
 
     def scoring(self, shape: Shape) -> dict[str, int]:
-        """A forward without gradient: a layer's intermediate values, then the head's logits."""
+        """A forward without gradient: a layer's intermediate values, then the head's logits and what is kept of them."""
         a, e, h = self.cfg.actor, self.e, shape.hidden
         tokens, sampled, rows, _ = self.micro_batch(a.log_prob_max_token_len_per_gpu or a.ppo_max_token_len_per_gpu, self.cfg.data.train_batch_size, shape.vocab)
         layer = tokens * (2 * e * shape.size + 12 + e * max(8 * h, 4 * h + 3 * shape.mlp))
-        head = e * h * (tokens + sampled) + e * rows * shape.vocab
+        statistics = 24 * sampled * -(-self.num_tokens // lm_head.BLOCK)  # three float32 of each block, of the chunks and of all of them
+        head = e * h * (tokens + sampled) + e * rows * shape.vocab + statistics
         return {"batch": BATCH * tokens} | ({"LM head": head} if head > layer else {"layer at work": layer})
 
     def updating(self) -> list[dict[str, int]]:

@@ -46,7 +46,7 @@ class RolloutConfig:
     lean_scheduler: bool = True
     """Schedule with scheduler.py, which does less Python a token than vLLM's own, for the same tokens and log-probs."""
     lean_kernels: bool = True
-    """On a GPU with vLLM 0.26, decode with kernels.py's attention and sample with sampler.py, not vLLM's own: same distribution, other random numbers."""
+    """On a GPU with vLLM 0.26, decode with kernels.py's attention and sample with decoding.py, not vLLM's own: same distribution, other random numbers."""
     max_num_seqs: int = 512
     """Most sequences that are generated at once."""
     max_num_batched_tokens: int | None = None

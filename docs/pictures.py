@@ -78,15 +78,10 @@ def by_seed(name: str) -> dict[int, list[dict]]:
 
 
 def band(axes, seeds: dict[int, list[dict]], name: str, label: str) -> None:
-    """The mean of the seeds that took the step, at least two, from the lowest to the highest of them shaded; a dotted line where one ends before the others."""
-    values = [smoothed(column(records, name)[1]) for records in seeds.values()]
-    longest = sorted(map(len, values))[-2]
-    of_step = [[v[step] for v in values if step < len(v)] for step in range(longest)]
-    axes.fill_between(range(longest), [min(v) for v in of_step], [max(v) for v in of_step], color=BLUE, alpha=0.3, linewidth=0)
+    """The mean of the seeds, from the lowest to the highest of them shaded."""
+    of_step = list(zip(*(smoothed(column(records, name)[1]) for records in seeds.values()), strict=True))
+    axes.fill_between(range(len(of_step)), [min(v) for v in of_step], [max(v) for v in of_step], color=BLUE, alpha=0.3, linewidth=0)
     axes.plot([statistics.mean(v) for v in of_step], color=BLUE, linewidth=1.4, label=label)
-    for v in values:
-        if len(v) < longest - 5:  # nearer ones would be one line
-            axes.axvline(len(v) - 1, ymin=0.35, color=GREY, linewidth=1, linestyle=":")
 
 
 def validations(axes, seeds: dict[int, list[dict]], source: str, label: str) -> None:
@@ -94,38 +89,35 @@ def validations(axes, seeds: dict[int, list[dict]], source: str, label: str) -> 
     for i, records in enumerate(seeds.values()):
         steps, values = column(records, f"val/{source}/mean@1")
         _, errors = column(records, f"val/{source}/mean@1/stderr")
-        places = [step + 0.8 * (i - 1) for step in steps]
+        places = [step + 1.6 * (i - 1) for step in steps]
         axes.errorbar(places, values, yerr=errors, color=ORANGE, marker="o", markersize=3, linestyle="none", linewidth=1, capsize=2, label=label if i == 0 else None)
-
-
-def took(seeds: dict[int, list[dict]]) -> str:
-    return ", ".join(f"seed {seed}: {sum('reward/mean' in r for r in records)}" for seed, records in seeds.items())
 
 
 def arith_seeds() -> None:
     seeds, theirs = by_seed("smollm2_arith_3_seeds_h200.jsonl"), json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"]
     _, axes = plt.subplots(figsize=(7.2, 3.2))
+    band(axes, seeds, "reward/mean", "reward, Lockstep, mean and range of three seeds")
     axes.plot([p["step"] - 1 for p in theirs], smoothed([p["reward"] for p in theirs]), color=GREY, linewidth=1.4, label=f"reward, TRL 1.16.0, seed 0, {len(theirs)} steps")
-    band(axes, seeds, "reward/mean", "reward, Lockstep: mean, lowest and highest seed")
     validations(axes, seeds, "exact_int", "512 unseen sums, greedy, each seed (standard error)")
     axes.set_ylim(0, 1.02)
-    axes.set_title(f"SmolLM2-135M-Instruct, two-digit sums. Steps taken of 160: {took(seeds)}", fontsize=8, loc="left")
+    axes.set_title("SmolLM2-135M-Instruct, few-shot sums of two-digit numbers", fontsize=9, loc="left")
     finish(axes, "smollm2_arith_3_seeds.png", f"updates (rewards: mean of {SMOOTHED} steps)", "share right")
 
 
-def spell_seeds() -> None:
-    """With the length of the responses, since the reward counts letters in their place and none that follow."""
-    seeds = by_seed("spell_backward_3_seeds_h200.jsonl")
+def chain_seeds() -> None:
+    """With the entropy, since the reward rises slowly once it is low."""
+    seeds = by_seed("chain_sum_3_seeds_h200.jsonl")
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), layout="constrained")
-    band(right, seeds, "response_length/mean", "mean, lowest and highest seed")
-    right.set(xlabel=f"updates (mean of {SMOOTHED} steps)", ylabel="tokens of a response (at most 16)", ylim=(0, 16.3))
-    right.legend(frameon=False, loc="upper left")
-    band(left, seeds, "reward/mean", "mean reward, lowest and highest seed")
-    right_words = max(max(column(records, "val/reasoning_gym/spell_backward/pass@1")[1]) for records in seeds.values())
-    validations(left, seeds, "reasoning_gym/spell_backward", f"256 unseen words ({right_words:.0%} wholly right)")
-    left.set_ylim(0, 0.36)
-    figure.suptitle(f"SmolLM2-135M-Instruct, reasoning_gym's spell_backward. Steps taken of 160: {took(seeds)}", fontsize=9)
-    finish(left, "spell_backward_3_seeds.png", f"updates (reward: mean of {SMOOTHED} steps)", "share of letters in place")
+    figure.get_layout_engine().set(wspace=0.06)
+    band(right, seeds, "actor/entropy", "entropy, mean and range of the seeds")
+    right.set(xlabel=f"updates (mean of {SMOOTHED} steps)", ylabel="nats a token", ylim=(0, None))
+    right.legend(frameon=False, loc="upper right")
+    band(left, seeds, "reward/mean", "reward, mean and range of the seeds")
+    validations(left, seeds, "reasoning_gym/chain_sum", "256 unseen, greedy (standard error)")
+    left.set(ylim=(0, 0.8), xticks=range(0, 161, 40))
+    right.set_xticks(range(0, 161, 40))
+    left.set_title("SmolLM2-135M-Instruct, reasoning_gym's chain_sum (a + b and a - b, one or two digits), three seeds", fontsize=9, loc="left")
+    finish(left, "chain_sum_3_seeds.png", f"updates (reward: mean of {SMOOTHED} steps)", "reward")
 
 
 def photograph(run: Path) -> None:
@@ -163,6 +155,6 @@ if __name__ == "__main__":
     quickstart()
     smollm2()
     arith_seeds()
-    spell_seeds()
+    chain_seeds()
     if args.page:
         photograph(args.page)

@@ -16,7 +16,7 @@ TEXTS = {path.name: path.read_text() for path in DOCS}
 ALL = "\n".join(TEXTS.values())
 CODE = "".join(path.read_text() for path in ROOT.glob("*.py"))
 CLIS = {"show.py": [], "docs/pictures.py": [], "quickstart.py": [], "bench.py": [], "replay.py": [], "checkpoint.py": ["export"], "tests/gpu_ranks.py": []}
-A_USERS = {"my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
+A_USERS = {"growth.json", "my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
 A_RUNS = {"metrics.jsonl", "config.yaml", "generation_config.json"}
 
 

@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-import engine
+import decoding
 import head
-import sampler
-from sampler import sample_tokens, uniform
+from decoding import sample_tokens, uniform
 
 INTERPRETED = """
 import sys
 sys.path[:0] = [{root!r}]
 import torch
-import attention, head, kernels, sampler
+import attention, decoding, head, kernels
 
 torch.manual_seed(0)
 close = lambda ours, theirs, **kwargs: torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, **kwargs)
@@ -59,9 +58,9 @@ for heads, kv_heads, size, layout in [(4, 2, 16, "HND"), (6, 2, 16, "NHD"), (1, 
 
 logits = torch.randn(40, 5000)
 args = torch.ones(40), torch.arange(40), torch.arange(40) * 3
-expected = sampler.sample_tokens(logits, *args)
-sampler.kernels_for = lambda tensor: kernels
-ours = sampler.sample_tokens(logits, *args)
+expected = decoding.sample_tokens(logits, *args)
+decoding.kernels_for = lambda tensor: kernels
+ours = decoding.sample_tokens(logits, *args)
 assert torch.equal(ours[0], expected[0])
 close(ours[1], expected[1])
 """
@@ -159,9 +158,9 @@ class TheirSampler:
                                                 ({"top_p": np.array([0.9, 1, 1, 1])}, 2, True), ({"num_logprobs": np.array([0, 3, 0, 0])}, 2, False), ({}, 3, False)])  # fmt: skip
 def test_vllm_samples_what_is_cut_or_has_more_to_tell(monkeypatch, states, rows, ours):
     """Of requests 1 and 2, whatever the others ask for; and where rows are no requests."""
-    monkeypatch.setattr(sampler, "sample_tokens", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+    monkeypatch.setattr(decoding, "sample_tokens", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
     lean = TheirSampler(**states)
-    sampler.lean_sampler(lean)
+    decoding.lean_sampler(lean)
     lean.sampling_states.temperature = lean.sampling_states.seeds = SimpleNamespace(gpu=torch.zeros(4))
     batch = SimpleNamespace(idx_mapping_np=np.array([1, 2]), expanded_idx_mapping=torch.tensor([1, 2]), positions=torch.zeros(9), logits_indices=torch.tensor([0, 1]))
     if ours:
@@ -193,7 +192,7 @@ def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, 
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.flash_attn", SimpleNamespace(FlashAttentionImpl=attention))
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(decode_attention=lambda *args: calls.append(args)))
     for _ in range(2):  # a second engine of the process finds it done
-        engine.use_decode_kernel()
+        decoding.use_decode_kernel()
     layer, output, query = attention(), torch.zeros(130, 16, 128), torch.ones(130, 16, 128)
     vars(layer).update(impl)
     given = None if metadata is None else SimpleNamespace(**{**vars(DECODING), **metadata})
@@ -207,6 +206,6 @@ def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, 
 
 @pytest.mark.parametrize("most", [1, 5, 100, 256, 512, 700, 1024])
 def test_graphs_are_captured_up_to_the_largest_batch_and_close_enough(most):
-    sizes = engine.capture_sizes(most)
+    sizes = decoding.capture_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     assert all(larger - smaller <= max(smaller / 2, 8) for smaller, larger in zip(sizes, sizes[1:])) and len(sizes) < 30

@@ -44,7 +44,7 @@ def config_of(shape: str, layers: int | None = None, vocab: int | None = None):
 
 
 EAGER = ["--actor.no-use-torch-compile", "--actor.ppo-max-token-len-per-gpu", "32768"]  # what a meta device can run, and the formulas without fusion are of
-CHECKPOINTED = ["--actor.enable-gradient-checkpointing", "--actor.log-prob-max-token-len-per-gpu", "None"]
+CHECKPOINTED = ["--actor.enable-gradient-checkpointing", "--actor.no-share-prompts", "--actor.log-prob-max-token-len-per-gpu", "None"]
 
 
 def configured(name: str, *flags: str):
@@ -180,29 +180,23 @@ def test_most_that_is_alive_in_the_head(num_tokens, monkeypatch):
     assert whole + in_head["LM head"] == pytest.approx(backward.most, rel=0.02)
 
 
-def test_estimates_are_near_what_an_h200_held():
-    """Memory of the card at the end of each phase. Both ran on sequences a little shorter than the estimate takes them to be."""
-    records = [json.loads(line) for line in (ROOT / "docs" / "runs" / "smollm2_arith_h200.jsonl").read_text().splitlines()]
-    table = estimate(configured("smollm2_arith"), config_of("smollm2-135m"), 49152, 1, H200)
-    for phase in ("gen", "update_actor"):
-        assert sum(table[phase].values()) / GIB == pytest.approx(max(r.get(f"perf/memory_gb/{phase}", 0) for r in records), rel=0.08)
-    table = estimate(configured("bench_qwen3_0_6b"), config_of("qwen3-0.6b"), 151936, 1, H200)
-    assert sum(table["update_actor"].values()) / GIB == pytest.approx(20.6, rel=0.08)
-    assert peak(table)[0] == "sync" and list(table) == ["sync", "gen", "old_log_prob", "update_actor"]
-
-
-COMPILED = ("--actor.use-torch-compile", "--actor.no-enable-gradient-checkpointing")
-HELD = [  # a configuration with compiled layers, the model and its vocabulary; GiB in use on an H200 at the end of each phase
-    (("bench_qwen3_0_6b", *COMPILED, "--actor.ppo-max-token-len-per-gpu", "24576", "--actor.log-prob-max-token-len-per-gpu", "65536"), "qwen3-0.6b", {"gen": 64.91, "old_log_prob": 12.03, "update_actor": 45.15}),
-    (("smollm2_arith", *COMPILED, "--actor.ppo-max-token-len-per-gpu", "65536", "--data.max-prompt-length", "53"), "smollm2-135m", {"gen": 8.44, "update_actor": 21.16}),
+WIDE = ("--actor.use-torch-compile", "--actor.no-enable-gradient-checkpointing", "--actor.ppo-max-token-len-per-gpu", "20480", "--actor.log-prob-max-token-len-per-gpu", "65536")
+SHARED, WHOLE = ("--actor.share-prompts",), ("--actor.ppo-max-token-len-per-gpu", "65536")
+HELD = [  # a configuration, the model and its vocabulary; GiB in use on an H200 at the fullest moment of each phase, without what torch's allocator held beside (2026-11-30)
+    (("bench_qwen3_0_6b", *WIDE), "qwen3-0.6b", {"sync": 64.38, "gen": 64.35, "old_log_prob": 10.48, "update_actor": 36.78}),
+    (("bench_qwen3_0_6b", *WIDE, *SHARED), "qwen3-0.6b", {"sync": 64.39, "gen": 64.35, "old_log_prob": 10.48, "update_actor": 32.72}),
+    (("bench_qwen3_0_6b", *WIDE, *SHARED, "--actor.ppo-max-token-len-per-gpu", "16384"), "qwen3-1.7b", {"gen": 76.77, "old_log_prob": 26.07, "update_actor": 55.47}),
+    (("bench_qwen3_0_6b", *WIDE, *SHARED, "--actor.ppo-max-token-len-per-gpu", "8192"), "qwen3-4b", {"gen": 102.8, "old_log_prob": 57.41}),  # update 86.4: two groups of 4,224 tokens do not fit into 8,192
+    (("smollm2_arith", *WIDE, *WHOLE, "--data.max-prompt-length", "53"), "smollm2-135m", {"sync": 7.73, "gen": 7.62, "update_actor": 18.76}),
+    (("smollm2_arith", *WIDE, *WHOLE, *SHARED, "--data.max-prompt-length", "53"), "smollm2-135m", {"sync": 7.71, "gen": 7.6, "update_actor": 7.41}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("flags, shape, held", HELD)
-def test_estimates_of_compiled_layers_are_near_what_an_h200_held(flags, shape, held):
+def test_estimates_are_near_what_an_h200_held(flags, shape, held):
     table = estimate(configured(*flags), config_of(shape), bench.SHAPES[shape][1], 1, H200)
     for phase, gib in held.items():
-        assert sum(table[phase].values()) / GIB == pytest.approx(gib, rel=0.1), phase
+        assert sum(size for part, size in table[phase].items() if part != "fragmentation") / GIB == pytest.approx(gib, rel=0.15), phase
 
 
 BASE = ("bench_qwen3_0_6b", "--loss.use-kl-loss", "--actor.no-enable-gradient-checkpointing", "--actor.reshard-after-forward", "False", "--actor.fsdp-size", "2")
@@ -263,7 +257,7 @@ def test_the_reference_may_be_another_model():
     cfg = configured(*BASE)
     small, large = (estimate(cfg, config_of("qwen3-0.6b"), 151936, 4, H200, ref) for ref in (None, config_of("qwen3-4b")))
     assert small["ref"]["reference"] == PUBLISHED["qwen3-0.6b"] and large["ref"]["reference"] == large["gen"]["reference"] == PUBLISHED["qwen3-4b"]
-    assert large["ref"]["LM head"] > small["ref"]["LM head"] and large["ref"]["gathered weights"] > small["ref"]["gathered weights"]
+    assert large["ref"]["layer at work"] > small["ref"]["layer at work"] and large["ref"]["gathered weights"] > small["ref"]["gathered weights"]
     assert large["old_log_prob"] == small["old_log_prob"] | {"reference": PUBLISHED["qwen3-4b"]}
 
 
@@ -282,8 +276,8 @@ def test_what_cannot_fit_is_refused_with_its_largest_parts_and_what_would_fit():
     with pytest.raises(ValueError) as error:
         check_memory(cfg, config_of("qwen3-0.6b"), 151936, 1, int(79.1 * GIB))
     text = str(error.value)
-    assert re.match(r"update_actor would need 151\.\d GiB of the 79\.1 free: the largest parts are activations 12\d\.\d \(actor\.ppo_max_token_len_per_gpu=65536\), LM head 5\.\d, Adam moments ", text)
-    assert re.search(r"; turn on actor\.enable_gradient_checkpointing, or lower actor\.ppo_max_token_len_per_gpu to 29952$", text)
+    assert re.match(r"update_actor would need 146\.\d GiB of the 79\.1 free: the largest parts are activations 12\d\.\d \(actor\.ppo_max_token_len_per_gpu=65536\), Adam moments 4\.4 ", text)
+    assert re.search(r"; turn on actor\.enable_gradient_checkpointing, or lower actor\.ppo_max_token_len_per_gpu to 32256$", text)
 
 
 def test_on_a_gpu_what_counts_is_what_others_leave_of_it(monkeypatch):

@@ -1,12 +1,13 @@
-"""Sampling on the GPU: a token and its log-prob for each sequence from one pass over the logits, where vLLM makes three.
+"""What replaces parts of vLLM's decoding on a GPU (rollout.lean_kernels): attention by kernels.py, and sampling from one pass over the logits.
 
-vLLM draws Gumbel noise for every token of the vocabulary, reads the logits again for the log-probs, and again for a rank that nobody asks for. Here a
-block of the vocabulary is chosen by its share of the probability, then a token of the block: exact sampling, by one random number a token.
+vLLM's sampling draws Gumbel noise for every token of the vocabulary, reads the logits again for the log-probs, and again for a rank that nobody asks
+for. Here a block of the vocabulary is chosen by its share of the probability, then a token of the block: exact, by one random number a token.
 """
 import torch
 
 from head import BLOCK, kernels_for, total_mass
 
+DECODE_PROGRAMS = 1024  # sequences x key-value heads from which a GPU is busy with a program for each
 GOLDEN, MIX = -7046029254386353131, (-4658895280553007687, -7723592293110705685)  # of splitmix64 (Steele, Lea and Flood 2014), as signed numbers
 
 
@@ -68,3 +69,33 @@ def lean_sampler(sampler):
             )  # fmt: skip
 
     sampler.__class__ = LeanSampler
+
+
+def use_decode_kernel() -> None:
+    """Large batches in which each sequence decodes a token get kernels.decode_attention, all others vLLM's flash attention. Comes before vLLM captures CUDA graphs."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from kernels import decode_attention
+
+    flash = FlashAttentionImpl.forward
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        m = attn_metadata
+        known = self.sliding_window, self.alibi_slopes, self.logits_soft_cap, self.sinks, self.kv_cache_dtype, self.attn_type.lower() == "decoder"
+        if known != ((-1, -1), None, 0, None, "auto", True) or self.head_size not in (64, 128, 256) or m is None or m.max_query_len != 1 or m.use_cascade or m.causal is not True:
+            return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
+        if m.num_actual_tokens * self.num_kv_heads < DECODE_PROGRAMS:  # too few for a GPU: flash attention cuts sequences into parts
+            return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
+        decode_attention(output[: m.num_actual_tokens], query[: m.num_actual_tokens], kv_cache, m.block_table, m.seq_lens, self.scale)
+        return output
+
+    if flash.__module__ != __name__:
+        FlashAttentionImpl.forward = forward
+
+
+def capture_sizes(most: int) -> list[int]:
+    """Batch sizes to capture CUDA graphs of, up to `most` sequences, an eighth to a third apart: vLLM's own 51 take longer to start, and end at 512."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + 2 ** (sizes[-1].bit_length() - 3))
+    return [size for size in sizes if size < most] + [most]
