@@ -35,28 +35,33 @@ def choose_token(logits, tops, masses, temperature, seeds, positions):
     masses = (masses * share).double()  # [S, B], they add up to 1 but for rounding
     greedy, wanted, ends = temperature[:, None] == 0, uniform(seeds, positions)[:, None], masses.cumsum(-1)
     block = torch.where(greedy, tops.argmax(-1, keepdim=True), (ends <= wanted * ends[:, -1:]).sum(-1, keepdim=True))  # [S, 1]
-    ids = block * BLOCK + torch.arange(BLOCK, device=logits.device)  # [S, BLOCK]
-    scaled = logits.gather(1, ids.clamp(max=logits.size(1) - 1)).float() / torch.where(greedy, 1.0, temperature[:, None])
-    scaled = torch.where(ids < logits.size(1), scaled, -torch.inf)
+    places = block * BLOCK + torch.arange(BLOCK, device=logits.device)  # [S, BLOCK]
+    ids = places.clamp(max=logits.size(1) - 1)
+    scaled = logits.gather(1, ids).float() / torch.where(greedy, 1.0, temperature[:, None])
+    scaled = torch.where(places < logits.size(1), scaled, -torch.inf)
     mass, inner = masses.gather(1, block), (scaled - logsumexp[:, None]).exp().double().cumsum(-1)
     before = ((wanted * ends[:, -1:] - ends.gather(1, block) + mass) / mass).clamp(0, 1 - 2**-40)  # share of the block's mass that comes before the token
-    place = torch.where(greedy, scaled.argmax(-1, keepdim=True), (inner <= before * inner[:, -1:]).sum(-1, keepdim=True))
+    place = torch.where(greedy, scaled.argmax(-1, keepdim=True), (inner <= before * inner[:, -1:]).sum(-1, keepdim=True)).clamp(max=BLOCK - 1)  # of no numbers too
     return ids.gather(1, place)[:, 0], scaled.gather(1, place)[:, 0] - logsumexp
 
 
-def lean_sampler(sampler):
-    """vLLM's sampler (of its GPU model runner) with `sample_tokens` for batches that neither top_k nor top_p cuts; it becomes of this class in place."""
+def lean_sampler(sampler, tensor_parallel: int = 1) -> None:
+    """vLLM's sampler with `sample_tokens` for batches that top_k, top_p and min_p leave whole, as a class of its own, in place. Penalties and the like, which
+    engine.sampling_params does not ask for, are not looked at. The older of vLLM's two model runners has another sampler, which stays."""
+    if not hasattr(sampler, "sampling_states"):
+        return
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-    choose = torch.compile(choose_token, dynamic=True)
+    # Ranks that share an engine must sample alike, and compilation may tune each of them differently.
+    choose = torch.compile(choose_token, dynamic=True) if tensor_parallel == 1 else choose_token
 
     class LeanSampler(type(sampler)):
         def __call__(self, logits, input_batch):
             rows, states = input_batch.idx_mapping_np, self.sampling_states
-            cut = (states.top_k.np[rows] != states.vocab_size).any() or (states.top_p.np[rows] != 1).any() or (states.num_logprobs[rows] != 0).any()
-            if cut or len(rows) != len(logits):
+            cut = (states.top_k.np[rows] != states.vocab_size).any() or (states.top_p.np[rows] != 1).any() or (states.min_p.np[rows] != 0).any()
+            if cut or (states.num_logprobs[rows] != 0).any() or len(rows) != len(logits):
                 return super().__call__(logits, input_batch)
             requests = input_batch.expanded_idx_mapping
             positions = input_batch.positions[input_batch.logits_indices]
@@ -84,7 +89,7 @@ def use_decode_kernel() -> None:
         known = self.sliding_window, self.alibi_slopes, self.logits_soft_cap, self.sinks, self.kv_cache_dtype, self.attn_type.lower() == "decoder"
         if known != ((-1, -1), None, 0, None, "auto", True) or self.head_size not in (64, 128, 256) or m is None or m.max_query_len != 1 or m.use_cascade or m.causal is not True:
             return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
-        if m.num_actual_tokens * self.num_kv_heads < DECODE_PROGRAMS:  # too few for a GPU: flash attention cuts sequences into parts
+        if m.num_actual_tokens * self.num_kv_heads < DECODE_PROGRAMS or len(m.seq_lens) < m.num_actual_tokens:  # too few for a GPU: flash attention cuts sequences into parts
             return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
         decode_attention(output[: m.num_actual_tokens], query[: m.num_actual_tokens], kv_cache, m.block_table, m.seq_lens, self.scale)
         return output
@@ -94,7 +99,7 @@ def use_decode_kernel() -> None:
 
 
 def capture_sizes(most: int) -> list[int]:
-    """Batch sizes to capture CUDA graphs of, up to `most` sequences, an eighth to a third apart: vLLM's own 51 take longer to start, and end at 512."""
+    """Batch sizes to capture CUDA graphs of, up to `most` sequences, from 64 on an eighth to a quarter apart: vLLM's own 51 take longer to start, and end at 512."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + 2 ** (sizes[-1].bit_length() - 3))

@@ -39,9 +39,9 @@ def import_vllm():
         raise ValueError(f"vLLM {vllm.__version__} is installed; Lockstep knows {low} up to, not including, {high} (see requirements.txt)")
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda inspect: inspect()  # it would import vLLM once more, for 15 to 20 s, so as not to touch the GPU before it forks: we do not fork
+    registry._run_in_subprocess = lambda inspect: inspect()  # of a model it has not seen it would import vLLM once more (15 s on a CPU), so as not to touch the GPU: nothing forks here
     if torch.cuda.is_available():
-        vllm.SamplingParams.for_sampler_warmup = staticmethod(lambda: vllm.SamplingParams(logprobs=0))  # else kernels of penalties and the like are compiled, 15 s
+        vllm.SamplingParams.for_sampler_warmup = staticmethod(lambda: vllm.SamplingParams(logprobs=0))  # else kernels of penalties and the like are compiled too
     else:
         import vllm.model_executor.layers.utils as layers
 
@@ -92,6 +92,13 @@ def sampling_params(**kwargs):
     return SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True, **kwargs)
 
 
+def asleep_bytes() -> int:
+    """What waking all that sleeps takes."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return sum(data.handle[1] for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.is_asleep)
+
+
 def finish_loading(llm) -> None:
     """What vLLM does to weights once they are loaded."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -139,7 +146,7 @@ class Engine:
             scheduler_cls=lean_scheduler(asynchronous=torch.cuda.is_available()) if cfg.rollout.lean_scheduler else None,
         )
         if kernels:
-            lean_sampler(self.llm.llm_engine.model_executor.driver_worker.model_runner.sampler)
+            lean_sampler(self.llm.llm_engine.model_executor.driver_worker.model_runner.sampler, cfg.rollout.tensor_model_parallel_size)
         self.model = vllm_model(self.llm)
         forbid_tokens_from(self.model, self.num_tokens)
         self.ranks = tensor_parallel_ranks()
@@ -150,7 +157,6 @@ class Engine:
         self.orders: tuple[list, list] = ([], [])  # requests to add and names to abort at the next turn
         self.news = None  # set when a session queued a request or ended
         self.num_requests, self.idle_s = 0, 0.0
-        self.slept_bytes = 0  # what sleep frees, and waking needs
         self.state = "awake"
         self.sleep()
 
@@ -163,10 +169,8 @@ class Engine:
         """Free weights and KV cache on the GPU. Nothing of a step outlives it: the next one can't generate before a sync."""
         self._move("awake", "asleep")
         if self.sleeps:
-            free = torch.cuda.mem_get_info()[0]
             with plain_sleep():
                 self.llm.sleep(level=2)
-            self.slept_bytes = max(self.slept_bytes, torch.cuda.mem_get_info()[0] - free)
         else:
             self.llm.reset_prefix_cache()
 
@@ -181,8 +185,7 @@ class Engine:
     def wake_weights(self) -> None:
         self._move("asleep", "loading")
         if self.sleeps:
-            if torch.cuda.mem_get_info()[0] < self.slept_bytes + SPARE:  # else the update finds its memory as it left it
-                torch.cuda.empty_cache()
+            make_room()
             self.llm.wake_up(tags=["weights"])
 
     def load_weights(self, weights) -> set[str]:
@@ -197,6 +200,7 @@ class Engine:
         """Memory for the KV cache, and leave to generate. Nothing of older weights is in it: going to sleep cleared the prefix cache."""
         self._move("loading", "awake")
         if self.sleeps:
+            make_room()
             self.llm.wake_up(tags=["kv_cache"])
         self.weight_version = weight_version
 
@@ -322,6 +326,12 @@ def plain_sleep():
         yield
     finally:
         gc.collect, torch.cuda.empty_cache, torch.accelerator.get_memory_info = collect, empty, memory
+
+
+def make_room() -> None:
+    """Have torch give back what it keeps for the next update, unless the GPU has room for that and for what of vLLM is asleep."""
+    if torch.cuda.mem_get_info()[0] < asleep_bytes() + SPARE:
+        torch.cuda.empty_cache()
 
 
 def check_gpu_memory(cfg) -> None:

@@ -23,7 +23,12 @@ def replace_head(head, num_tokens: int, temperature: float) -> None:
 def head_forward(head, hidden):
     """log-prob and entropy of head.targets [K], [1, K, hidden] -> [1, K, 2] float32."""
     hidden = hidden.reshape(-1, hidden.size(-1)).to(head.weight.dtype)  # [K, hidden]
-    return LogProbs.apply(hidden, head.weight, head.bias, head.targets, torch.full((), head.temperature, device=hidden.device), head.num_tokens)
+    return LogProbs.apply(hidden, head.weight, head.bias, head.targets, torch.full((), head.temperature, dtype=torch.float32, device=hidden.device), head.num_tokens)
+
+
+def rows_at_once(vocab: int) -> int:
+    """Rows of logits in a chunk: a kernel's grid has no more."""
+    return min(max(1, CHUNK_ELEMENTS // vocab), 65535)
 
 
 def kernels_for(tensor):
@@ -44,7 +49,7 @@ class LogProbs(torch.autograd.Function):
             logits = F.linear(h, weight, bias)
             return *kernels_for(h).block_statistics(logits, temperature, num_tokens), logits.gather(-1, t[:, None])[:, 0].float() / temperature
 
-        rows = max(1, CHUNK_ELEMENTS // weight.size(0))
+        rows = rows_at_once(weight.size(0))
         tops, masses, firsts, chosen = map(torch.cat, zip(*map(of_chunk, hidden.split(rows), targets.split(rows))))  # [K, B], and [K]
         logsumexp, share = total_mass(tops, masses)
         mean = (firsts * share).sum(-1)
@@ -53,6 +58,7 @@ class LogProbs(torch.autograd.Function):
         return torch.stack([(chosen - logsumexp)[None], (logsumexp - mean)[None]], -1)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         hidden, weight, bias, targets, temperature, logsumexp, mean = ctx.saved_tensors
         grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
@@ -87,7 +93,7 @@ def block_statistics(logits, temperature, num_tokens: int):
 
 def logit_gradient(logits, targets, logsumexp, mean, grad_logprob, grad_entropy, temperature, num_tokens: int):
     """The gradient of the logits, in their type. d logprob / dx = [target] - p, d entropy / dx = -p (x - mean), of x = logits / temperature and p = softmax(x)."""
-    scaled, ids = logits.float() / temperature, torch.arange(logits.size(1), device=logits.device)
+    scaled, ids = (logits.float() / temperature).clamp(min=LOW), torch.arange(logits.size(1), device=logits.device)
     p = (scaled - logsumexp[:, None]).exp()
     grad = torch.where(ids == targets[:, None], grad_logprob[:, None], 0.0) - p * (grad_logprob[:, None] + grad_entropy[:, None] * (scaled - mean[:, None]))
     return torch.where(ids < num_tokens, grad / temperature, 0.0).to(logits.dtype)

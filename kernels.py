@@ -10,14 +10,13 @@ import triton.language as tl
 from head import BLOCK, LOW
 
 
-
 @triton.jit
 def statistics_kernel(out, logits, row_stride, temperatures, temperature_stride, num_tokens, BLOCK: tl.constexpr, LOW: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row * temperature_stride)
     ids, scale = block * BLOCK + tl.arange(0, BLOCK), 1 / tl.where(temperature == 0, 1.0, temperature)
     x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < num_tokens, other=-float("inf")).to(tl.float32)
-    x = tl.maximum(x * scale, LOW)
+    x = tl.maximum(x * scale, LOW, propagate_nan=tl.PropagateNan.ALL)
     top = tl.max(x, 0)
     mass = tl.exp2((x - top) * 1.4426950408889634)  # 0 where x is LOW, unless all of the block is
     at = out + (row * tl.num_programs(0) + block) * 3
@@ -32,17 +31,17 @@ def block_statistics(logits, temperature, num_tokens: int):
     logits [K, V]; temperature is one number, or one of each row, in a tensor on the GPU; 0 counts as 1.
     """
     rows, blocks = len(logits), triton.cdiv(num_tokens, BLOCK)
-    out = torch.empty(rows, blocks, 3, device=logits.device)
+    out = torch.empty(rows, blocks, 3, dtype=torch.float32, device=logits.device)
     statistics_kernel[(blocks, rows)](out, logits, logits.stride(0), temperature, int(temperature.dim() > 0), num_tokens, BLOCK=BLOCK, LOW=LOW, num_warps=4)
     return out.unbind(-1)
 
 
 @triton.jit
-def gradient_kernel(logits, row_stride, targets, logsumexps, means, grad_logprobs, grad_entropies, temperature, num_tokens, vocab, BLOCK: tl.constexpr):
+def gradient_kernel(logits, row_stride, targets, logsumexps, means, grad_logprobs, grad_entropies, temperature, num_tokens, vocab, BLOCK: tl.constexpr, LOW: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     at, scale = logits + row.to(tl.int64) * row_stride + ids, 1 / tl.load(temperature)
-    x = tl.load(at, mask=ids < num_tokens, other=0.0).to(tl.float32) * scale
+    x = tl.maximum(tl.load(at, mask=ids < num_tokens, other=0.0).to(tl.float32) * scale, LOW, propagate_nan=tl.PropagateNan.ALL)
     grad_logprob, grad_entropy = tl.load(grad_logprobs + row), tl.load(grad_entropies + row)
     p = tl.exp2((x - tl.load(logsumexps + row)) * 1.4426950408889634)
     grad = tl.where(ids == tl.load(targets + row), grad_logprob, 0.0) - p * (grad_logprob + grad_entropy * (x - tl.load(means + row)))
@@ -53,7 +52,7 @@ def logit_gradient(logits, targets, logsumexp, mean, grad_logprob, grad_entropy,
     """head.logit_gradient, written over `logits`."""
     rows, vocab = logits.shape
     per_row = [x.contiguous() for x in (targets, logsumexp, mean, grad_logprob, grad_entropy)]
-    gradient_kernel[(triton.cdiv(vocab, BLOCK), rows)](logits, logits.stride(0), *per_row, temperature, num_tokens, vocab, BLOCK=BLOCK, num_warps=4)
+    gradient_kernel[(triton.cdiv(vocab, BLOCK), rows)](logits, logits.stride(0), *per_row, temperature, num_tokens, vocab, BLOCK=BLOCK, LOW=LOW, num_warps=4)
     return logits
 
 

@@ -20,7 +20,7 @@ from console import printable
 
 PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # a rank that has sampled waits for the slowest, whose sessions may take rollout.group_timeout_s
-SMALL = 10**9  # parameters
+SMALL_MODEL = 10**9  # parameters
 sigterm = threading.Event()
 
 
@@ -161,9 +161,9 @@ def reshards(cfg, shards: int) -> bool:
 
 
 def one_group(cfg, shards: int, params: int) -> bool:
-    """Whether FSDP takes a model of so many parameters as one group, not layer by layer: with one shard nothing is gathered, and a small model waits for the hooks
+    """Whether FSDP takes a model of so many parameters as one group, not layer by layer: on one GPU nothing is gathered, and a small model waits for the hooks
     of its layers. (accelerate checkpoints what it wraps.)"""
-    return shards == 1 and not reshards(cfg, shards) and params < SMALL and not cfg.enable_gradient_checkpointing
+    return shards == 1 and not reshards(cfg, shards) and params < SMALL_MODEL and not cfg.enable_gradient_checkpointing
 
 
 def count_parameters(path: str) -> int:
@@ -181,5 +181,5 @@ def make_plugin(cfg, **kwargs):
 
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
     kwargs |= {"reshard_after_forward": reshards(cfg, num_shards(cfg)), "mixed_precision_policy": policy}
-    wrap = "no_wrap" if num_shards(cfg) == 1 and one_group(cfg, 1, count_parameters(cfg.path)) else "transformer_based_wrap"
+    wrap = "no_wrap" if int(os.environ["WORLD_SIZE"]) == 1 and one_group(cfg, 1, count_parameters(cfg.path)) else "transformer_based_wrap"
     return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False, **kwargs)

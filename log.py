@@ -57,10 +57,8 @@ class Logger:
     def __init__(self, cfg: LogConfig, run_dir: Path, rank: int, steps: tuple[int, int], settings: dict, wandb_id: str | None):
         first_step, total_steps = steps
         self.cfg, self.run_dir, self.rank, self.total_steps = cfg, run_dir, rank, total_steps
-        self.metrics: dict[str, float] = {}
-        self.seconds, self.steps_timed, self.started = 0.0, 0, time.perf_counter()
-        self.first_val, self.last_val, self.memory, self.samples = {}, {}, {}, []
-        self.trackers = self.bar = None
+        self.metrics, self.seconds, self.steps_timed, self.started = {}, 0.0, 0, time.perf_counter()
+        self.first_val, self.last_val, self.memory, self.samples, self.trackers, self.bar = {}, {}, {}, [], None, None
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             before = keep_lines_before(run_dir / "metrics.jsonl", first_step)
@@ -82,7 +80,7 @@ class Logger:
 
     @contextlib.contextmanager
     def timer(self, phase: str):
-        """Adds to timing_s/PHASE; on a GPU also notes what the card held at the phase's fullest moment, without what torch keeps for other phases."""
+        """Adds to timing_s/PHASE; on a GPU also notes torch's peak in the phase and all else that the card holds, without what torch keeps idle."""
         start, on_gpu = time.perf_counter(), torch.cuda.is_available()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -90,7 +88,8 @@ class Logger:
         if on_gpu:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
-            self.metrics[f"perf/memory_gb/{phase}"] = (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_allocated()) / 2**30
+            held = (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_allocated()) / 2**30
+            self.metrics[f"perf/memory_gb/{phase}"] = max(held, self.metrics.get(f"perf/memory_gb/{phase}", 0.0))
         self.metrics[f"timing_s/{phase}"] = self.metrics.get(f"timing_s/{phase}", 0.0) + time.perf_counter() - start
 
     def add(self, metrics: dict[str, float]) -> None:
@@ -98,9 +97,8 @@ class Logger:
 
     def end_step(self, step: int) -> None:
         """Write what was added since the last step as one record."""
-        m, self.metrics = self.metrics, {}
-        now = time.perf_counter()
-        m["timing_s/step"], self.started = now - self.started, now
+        m, self.metrics, started, self.started = self.metrics, {}, self.started, time.perf_counter()
+        m["timing_s/step"] = self.started - started
         if "perf/total_num_tokens" in m:
             self.seconds, self.steps_timed = self.seconds + m["timing_s/step"], self.steps_timed + 1
             m["perf/throughput"] = m["perf/total_num_tokens"] / m["timing_s/step"] / (dist.get_world_size() if dist.is_initialized() else 1)
@@ -189,7 +187,7 @@ class Logger:
         for name in validation_means(self.last_val):
             self.say(f"{name}: {self.first_val.get(name, math.nan):.4f} before, {self.last_val[name]:.4f} after")
         if self.memory:
-            self.say("GPU memory at the end of each phase, at most, GiB: " + ", ".join(f"{phase} {gb:.1f}" for phase, gb in self.memory.items()))
+            self.say("GPU memory at the fullest moment of each phase, GiB: " + ", ".join(f"{phase} {gb:.1f}" for phase, gb in self.memory.items()))
         self.say(f"the run's files are in {self.run_dir}: {', '.join(sorted(p.name for p in self.run_dir.iterdir())) if self.rank == 0 else ''}")
         if self.bar:
             self.bar.close()

@@ -134,7 +134,7 @@ class Estimate:
         most = budget if self.cfg.actor.use_dynamic_bsz else self.cfg.actor.ppo_micro_batch_size_per_gpu * self.longest
         tokens = min(most, whole)
         sampled = min(tokens, seqs * data.max_response_length)
-        return tokens, sampled, min(sampled, max(1, lm_head.CHUNK_ELEMENTS // vocab)), whole > most
+        return tokens, sampled, min(sampled, lm_head.rows_at_once(vocab)), whole > most
 
     def scoring(self, shape: Shape) -> dict[str, int]:
         """A forward without gradient: a layer's intermediate values, then the head's logits and what is kept of them."""
@@ -163,7 +163,7 @@ class Estimate:
         return [
             kept | {"gradients": earlier + e * head * (rows < sampled), "LM head": e * rows * shape.vocab + 2 * e * h * sampled},
             kept | {"gradients": earlier + e * head + (e + 4) * shape.layer, "layer at work": tokens * layer},
-            batch | {"gradients": 12 * shape.params if one_group(a, self.shards, shape.params) else scattered + (2 * e + 4) * head},
+            batch | {"gradients": 12 * shape.params if self.world_size == 1 and one_group(a, self.shards, shape.params) else scattered + (2 * e + 4) * head},
         ]
 
     def vllm_needs(self) -> float:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from console import SpeltOut, traceback_text
 
-AHEAD_S = 0.02  # of work that a worker may hold, so that it need not wait for this process, which may be busy elsewhere
+AHEAD_S = 0.02  # of work, at the mean pace of late, that a worker may hold, so that it need not wait for this process, which may be busy elsewhere
 SENT_AHEAD = 8, 128  # so many calls at least, at most
 TOGETHER = 32  # calls in the queue that wait for no others to be sent with
 AT_ONCE = 1 << 16  # bytes of a read: memory for many more costs more than the read

@@ -42,7 +42,7 @@ def run(out: str, flags: list[str], points=POINTS, shape: str = "qwen3-0.6b") ->
     args, rows = bench.parse([])[0], []
     for (prompts, tokens), record in last.items():
         phases = bench.measure([record], bench.Work(cfg, record, 1), args)
-        rows.append({"sessions": prompts * 8, "response": tokens, "phases": {name: phases[name] for name in PHASES}})
+        rows.append({"sessions": prompts * cfg.rollout.n, "response": tokens, "phases": {name: phases[name] for name in PHASES}})
     Path(out).write_text(json.dumps({"points": rows, "metrics": records}, indent=1))
     print(f"{'sessions':>9}{'response':>9}" + "".join(f"{name:>14}" for name in PHASES) + f"{'tokens/s':>10}{'gen tokens/s':>14}{'update MFU':>12}{'x floor':>9}")
     for row in rows:

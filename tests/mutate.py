@@ -51,7 +51,7 @@ BUGS = [
     Bug("sampler: one random number for a whole sequence", "decoding.py", "seeds + (positions + 1) * GOLDEN", "seeds + GOLDEN", "test_kernels.py::test_a_token_follows_from_its_logits_seed_and_position_alone"),
     Bug("sampler: top_p forgotten", "decoding.py", "(states.top_p.np[rows] != 1).any()", "False", "test_kernels.py::test_vllm_samples_what_is_cut_or_has_more_to_tell"),
     Bug("decode kernel: a sliding window forgotten", "decoding.py", "known = self.sliding_window,", "known = (-1, -1),", "test_kernels.py::test_decode_kernel_serves_what_it_knows_and_nothing_else"),
-    Bug("torch keeps its memory when vLLM needs it", "engine.py", "< self.slept_bytes + SPARE", "< SPARE", "test_sync_weights.py::test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it"),
+    Bug("torch keeps its memory when vLLM needs it", "engine.py", "< asleep_bytes() + SPARE", "< SPARE", "test_sync_weights.py::test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it"),
     Bug("log-probs put back in another order", "actor.py", "torch.arange(starts[i], starts[i + 1]) for i in indices", "torch.arange(starts[i], starts[i + 1]) for i in sorted(indices)", "test_actor.py::test_log_probs_of_micro_batches_come_back_to_their_trajectories"),
     Bug("positions not reset", "batch.py", "torch.arange(len(seq_ids)) - cu_seqlens[seq_ids]", "torch.arange(len(seq_ids))", "test_batch.py::test_collate_puts_sequences_end_to_end"),
     Bug("tool tokens trained on", "batch.py", "self._append(tokens, 0, ", "self._append(tokens, 1, ", "test_batch.py::test_observe_and_act_write_the_docstrings_example"),

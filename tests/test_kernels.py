@@ -97,6 +97,33 @@ def test_head_gives_log_probs_entropies_and_gradients(monkeypatch, vocab, num_to
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_older_sampler_of_vllm_stays_as_it_is():
+    """That of its other model runner, for mixtures of experts and the like."""
+    other = SimpleNamespace()
+    decoding.lean_sampler(other)
+    assert type(other) is SimpleNamespace
+
+
+@pytest.mark.parametrize("ranks, compiled", [(1, True), (2, False)])
+def test_ranks_of_one_engine_sample_without_what_compilation_may_tune(monkeypatch, ranks, compiled):
+    given, lean, compile_ = [], TheirSampler(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: "compiled" if args == (decoding.choose_token,) else compile_(*args, **kwargs))
+    monkeypatch.setattr(decoding, "sample_tokens", lambda *args: given.append(args[-1]) or 1 / 0)
+    decoding.lean_sampler(lean, ranks)
+    lean.sampling_states.temperature = lean.sampling_states.seeds = SimpleNamespace(gpu=torch.zeros(4))
+    with pytest.raises(ZeroDivisionError):
+        lean(torch.zeros(2, 50), SimpleNamespace(idx_mapping_np=np.array([1, 2]), expanded_idx_mapping=torch.tensor([1, 2]), positions=torch.zeros(9), logits_indices=torch.tensor([0, 1])))
+    assert given == ["compiled" if compiled else decoding.choose_token]
+
+
+def test_logits_that_are_no_numbers_give_no_token_out_of_range():
+    """And a log-prob that `rollout.check_output` names."""
+    logits = torch.zeros(3, 5000)
+    logits[0], logits[1, 7] = -torch.inf, torch.nan
+    tokens, logprobs = sample_tokens(logits, torch.ones(3), torch.arange(3), torch.arange(3))
+    assert ((tokens >= 0) & (tokens < 5000)).all() and not logprobs[:2].isfinite().any() and logprobs[2].isfinite()
+
+
 def test_sampled_tokens_follow_their_probabilities():
     """A chi-square of 100,000 draws, some of a temperature of their own; tokens without probability never come."""
     torch.manual_seed(0)
@@ -147,14 +174,14 @@ class TheirSampler:
     """What `lean_sampler` needs of vLLM's: the requests' parameters, and the way to sample that it leaves to vLLM."""
 
     def __init__(self, **states):
-        rows = {"top_k": np.full(4, 50), "top_p": np.ones(4), "num_logprobs": np.zeros(4), **states}
-        self.sampling_states = SimpleNamespace(vocab_size=50, num_logprobs=rows["num_logprobs"], **{name: SimpleNamespace(np=rows[name]) for name in ("top_k", "top_p")})
+        rows = {"top_k": np.full(4, 50), "top_p": np.ones(4), "min_p": np.zeros(4), "num_logprobs": np.zeros(4), **states}
+        self.sampling_states = SimpleNamespace(vocab_size=50, num_logprobs=rows["num_logprobs"], **{name: SimpleNamespace(np=rows[name]) for name in ("top_k", "top_p", "min_p")})
 
     def __call__(self, logits, input_batch):
         return "vLLM's"
 
 
-@pytest.mark.parametrize("states, rows, ours", [({}, 2, True), ({"top_k": np.array([50, 9, 50, 50])}, 2, False), ({"top_p": np.array([1, 1, 0.9, 1])}, 2, False),
+@pytest.mark.parametrize("states, rows, ours", [({}, 2, True), ({"top_k": np.array([50, 9, 50, 50])}, 2, False), ({"top_p": np.array([1, 1, 0.9, 1])}, 2, False), ({"min_p": np.array([0, 0, 0.1, 0])}, 2, False),
                                                 ({"top_p": np.array([0.9, 1, 1, 1])}, 2, True), ({"num_logprobs": np.array([0, 3, 0, 0])}, 2, False), ({}, 3, False)])  # fmt: skip
 def test_vllm_samples_what_is_cut_or_has_more_to_tell(monkeypatch, states, rows, ours):
     """Of requests 1 and 2, whatever the others ask for; and where rows are no requests."""
@@ -179,12 +206,13 @@ class TheirAttention:
         return "vLLM's"
 
 
-DECODING = SimpleNamespace(max_query_len=1, use_cascade=False, causal=True, num_actual_tokens=128, block_table="table", seq_lens="lengths")
+LENGTHS = [9] * 128
+DECODING = SimpleNamespace(max_query_len=1, use_cascade=False, causal=True, num_actual_tokens=128, block_table="table", seq_lens=LENGTHS)
 
 
 @pytest.mark.parametrize("impl, metadata", [
     ({}, {}), ({"sliding_window": (511, 0)}, {}), ({"alibi_slopes": [1.0]}, {}), ({"logits_soft_cap": 30.0}, {}), ({"sinks": [1.0]}, {}), ({"kv_cache_dtype": "fp8"}, {}),
-    ({"attn_type": "encoder"}, {}), ({"head_size": 80}, {}), ({}, {"max_query_len": 2}), ({}, {"use_cascade": True}), ({}, {"causal": False}), ({}, {"num_actual_tokens": 127}), ({}, None),
+    ({"attn_type": "encoder"}, {}), ({"head_size": 80}, {}), ({}, {"max_query_len": 2}), ({}, {"use_cascade": True}), ({}, {"causal": False}), ({}, {"num_actual_tokens": 127}), ({}, {"seq_lens": LENGTHS[1:]}), ({}, None),
 ])  # fmt: skip
 def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, metadata):
     attention = type("FlashAttentionImpl", (TheirAttention,), {"forward": TheirAttention.forward})
@@ -200,7 +228,7 @@ def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, 
     if impl or metadata or metadata is None:
         assert answer == "vLLM's" and not calls
     else:
-        assert answer is output and len(calls) == 1 and calls[0][2:] == ("cache", "table", "lengths", 0.5)
+        assert answer is output and len(calls) == 1 and calls[0][2:] == ("cache", "table", LENGTHS, 0.5)
         assert [len(x) for x in calls[0][:2]] == [128, 128] and calls[0][0].data_ptr() == output.data_ptr() and calls[0][1].data_ptr() == query.data_ptr()
 
 

@@ -44,7 +44,6 @@ def test_a_sleep_does_not_stop_when_another_process_takes_memory_of_the_gpu(cfg,
     sync_weights(actor, engine, cfg.sync, [])
     free = iter([100, 40])
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (next(free), 100))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50, 100))
     collect, empty, slept = gc.collect, torch.cuda.empty_cache, []
 
     def sleep(level):
@@ -60,20 +59,20 @@ def test_a_sleep_does_not_stop_when_another_process_takes_memory_of_the_gpu(cfg,
 
 
 def test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it(cfg, engine, actor, monkeypatch):
-    sync_weights(actor, engine, cfg.sync, [])
-    free, events = [0], []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 140 * 2**30))
+    """Before vLLM's weights wake, and again before its cache does: another process may have taken memory in between."""
+    free, asleep, events = [0], [0], []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0] * 2**30, 140 * 2**30))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("emptied"))
-    monkeypatch.setattr(engine.llm, "sleep", lambda level: free.__setitem__(0, free[0] + 50 * 2**30))
+    monkeypatch.setattr("engine.asleep_bytes", lambda: asleep[0] * 2**30)
     monkeypatch.setattr(engine.llm, "wake_up", lambda tags: events.append(tags[0]))
     monkeypatch.setattr(engine, "sleeps", True)
-    monkeypatch.setattr(engine, "slept_bytes", 0)
-    engine.sleep()  # frees 50 GiB, which waking takes again
-    for gib, expected in [(53, ["weights"]), (51, ["emptied", "weights"])]:
-        free[0] = gib * 2**30
-        engine.wake_weights()
-        assert events == expected, gib
-        engine.state = "asleep"
+    for (free[0], asleep[0]), state, wake, expected in [
+        ((53, 50), "asleep", engine.wake_weights, ["weights"]), ((51, 50), "asleep", engine.wake_weights, ["emptied", "weights"]),
+        ((53, 49), "loading", lambda: engine.wake_cache(0), ["kv_cache"]), ((50, 49), "loading", lambda: engine.wake_cache(0), ["emptied", "kv_cache"]),
+    ]:  # fmt: skip
+        engine.state = state
+        wake()
+        assert events == expected, (free, asleep)
         events.clear()
     monkeypatch.setattr(engine, "state", "asleep")
 
