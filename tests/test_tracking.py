@@ -4,6 +4,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -50,7 +51,9 @@ def wandb_records(path):
 
 
 def test_wandb_holds_metrics_by_step_configuration_and_samples(folder):
-    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    files, until = sorted(folder.glob("wandb/offline-run-*/*.wandb")), time.monotonic() + 60
+    while "exit" not in {r.WhichOneof("record_type") for r in wandb_records(files[-1])} and time.monotonic() < until:
+        time.sleep(0.2)  # wandb's own process writes them, on a busy machine after finish() has returned
     runs = [list(wandb_records(path)) for path in files]
     assert len({path.stem for path in files}) == 1 and len(runs) == 2, "one run, begun and resumed"
     history = [[{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item} for r in run if r.WhichOneof("record_type") == "history"] for run in runs]
