@@ -29,6 +29,7 @@ SHAPES = {  # model type, vocabulary, hidden, layers, query heads, key-value hea
     "tiny": ("qwen3", 128, 64, 2, 2, 2, 32, 128, True),
 }
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return sum(map(ord, solution_str[:64])) % 10 / 10\n"
+QUIET = "--checkpoint.resume never --checkpoint.save-freq 0 --checkpoint.no-export-hf --log.rollout-dump-freq 0 --sync.verify-every 0".split()
 PARTS = ("load_data", "make_accelerator", "Engine", "Actor", "Reference", "sync_weights")  # of train.py: what happens before the first step
 
 
@@ -177,14 +178,13 @@ def run(args, flags: list[str]) -> None:
     from config import load_config
 
     world_size, startup = int(os.environ.get("WORLD_SIZE", 1)), {"imports": time.time() - STARTED}
-    quiet = "--checkpoint.resume never --checkpoint.save-freq 0 --checkpoint.no-export-hf --log.rollout-dump-freq 0 --sync.verify-every 0".split()
     ends = ["--data.val-files", "--trainer.total-training-steps", str(args.steps + 1), "--log.default-local-dir"]
     with tempfile.TemporaryDirectory() as folder:
         if args.dummy_weights:
             sizes = load_config([*flags, "--actor.path", "dummy", "--data.train-files", "dummy", "--reward.custom-path", "None"]).data
             flags = [*flags, *dummy_flags(args.dummy_weights, 4 * sizes.train_batch_size, sizes.max_prompt_length, args.dummy_dir)]
         startup["dummy weights"] = time.time() - STARTED - sum(startup.values())
-        cfg = load_config([*quiet, *flags, *ends, folder])  # of two flags the later counts
+        cfg = load_config([*QUIET, *flags, *ends, folder])  # of two flags the later counts
         spent = time_parts(train)
         train.train(cfg)
         if int(os.environ["RANK"]):

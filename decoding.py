@@ -87,9 +87,9 @@ def use_decode_kernel() -> None:
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         m = attn_metadata
         known = self.sliding_window, self.alibi_slopes, self.logits_soft_cap, self.sinks, self.kv_cache_dtype, self.attn_type.lower() == "decoder"
-        if known != ((-1, -1), None, 0, None, "auto", True) or self.head_size not in (64, 128, 256) or m is None or m.max_query_len != 1 or m.use_cascade or m.causal is not True:
-            return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
-        if m.num_actual_tokens * self.num_kv_heads < DECODE_PROGRAMS or len(m.seq_lens) < m.num_actual_tokens:  # too few for a GPU: flash attention cuts sequences into parts
+        plain = known == ((-1, -1), None, 0, None, "auto", True) and self.head_size in (64, 128, 256)
+        decodes = m is not None and m.max_query_len == 1 and not m.use_cascade and m.causal is True and len(m.seq_lens) >= m.num_actual_tokens
+        if not (plain and decodes and m.num_actual_tokens * self.num_kv_heads >= DECODE_PROGRAMS):  # of fewer, flash attention cuts sequences into parts
             return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
         decode_attention(output[: m.num_actual_tokens], query[: m.num_actual_tokens], kv_cache, m.block_table, m.seq_lens, self.scale)
         return output

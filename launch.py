@@ -160,10 +160,10 @@ def reshards(cfg, shards: int) -> bool:
     return shards > 1 if cfg.reshard_after_forward is None else cfg.reshard_after_forward
 
 
-def one_group(cfg, shards: int, params: int) -> bool:
-    """Whether FSDP takes a model of so many parameters as one group, not layer by layer: on one GPU nothing is gathered, and a small model waits for the hooks
-    of its layers. (accelerate checkpoints what it wraps.)"""
-    return shards == 1 and not reshards(cfg, shards) and params < SMALL_MODEL and not cfg.enable_gradient_checkpointing
+def one_group(cfg, world_size: int, count_parameters) -> bool:
+    """Whether FSDP takes a model as one group, not layer by layer: on one GPU nothing is gathered, and a small model waits for the hooks of its layers.
+    (accelerate checkpoints what it wraps.) count_parameters() is asked last, since it may take a second."""
+    return world_size == 1 and not reshards(cfg, 1) and not cfg.enable_gradient_checkpointing and count_parameters() < SMALL_MODEL
 
 
 def count_parameters(path: str) -> int:
@@ -181,5 +181,5 @@ def make_plugin(cfg, **kwargs):
 
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
     kwargs |= {"reshard_after_forward": reshards(cfg, num_shards(cfg)), "mixed_precision_policy": policy}
-    wrap = "no_wrap" if int(os.environ["WORLD_SIZE"]) == 1 and one_group(cfg, 1, count_parameters(cfg.path)) else "transformer_based_wrap"
+    wrap = "no_wrap" if one_group(cfg, int(os.environ["WORLD_SIZE"]), lambda: count_parameters(cfg.path)) else "transformer_based_wrap"
     return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False, **kwargs)

@@ -163,7 +163,7 @@ class Estimate:
         return [
             kept | {"gradients": earlier + e * head * (rows < sampled), "LM head": e * rows * shape.vocab + 2 * e * h * sampled},
             kept | {"gradients": earlier + e * head + (e + 4) * shape.layer, "layer at work": tokens * layer},
-            batch | {"gradients": 12 * shape.params if self.world_size == 1 and one_group(a, self.shards, shape.params) else scattered + (2 * e + 4) * head},
+            batch | {"gradients": 12 * shape.params if one_group(a, self.world_size, lambda: shape.params) else scattered + (2 * e + 4) * head},
         ]
 
     def vllm_needs(self) -> float:

@@ -13,8 +13,8 @@ import bench
 import launch
 
 POINTS = [(64, 512, 4), (32, 1024, 2), (16, 2048, 1), (8, 4096, 1), (4, 8192, 1), (8, 512, 2), (16, 512, 2), (32, 512, 2), (128, 512, 2)]  # prompts of 8 sessions, tokens of a response, steps
-FLAGS = """--config configs/bench_qwen3_0_6b.yaml --data.train-batch-size 128 --actor.ppo-mini-batch-size 128 --rollout.max-num-seqs 1024 --checkpoint.resume never
- --checkpoint.save-freq 0 --checkpoint.no-export-hf --log.rollout-dump-freq 0 --log.samples-every 0 --trainer.trace-groups 0 --sync.verify-every 0 --data.val-files""".split()
+FLAGS = [*bench.QUIET, *"""--config configs/bench_qwen3_0_6b.yaml --data.train-batch-size 128 --actor.ppo-mini-batch-size 128 --rollout.max-num-seqs 1024
+ --log.samples-every 0 --trainer.trace-groups 0 --data.val-files""".split()]
 PHASES = ("gen", "old_log_prob", "update_actor", "sync", "step")
 
 

@@ -111,3 +111,24 @@ def test_two_processes_run_a_dummy_and_rank_0_prints_the_table(tmp_path):
 def test_a_mistake_gets_one_line(flags, message):
     done = run_bench(*flags)
     assert done.returncode != 0 and any(line.startswith("error: ") and message in line for line in done.stderr.splitlines()), done.stderr[-2000:]
+
+
+GROWTH = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/docs"]
+import growth, launch
+flags = "--rollout.kv-cache-memory-bytes 33554432 --actor.ppo-max-token-len-per-gpu 4096 --actor.log-prob-max-token-len-per-gpu None --data.max-prompt-length 9".split()
+flags += "--data.train-batch-size 4 --actor.ppo-mini-batch-size 4 --rollout.n 2 --reward.num-workers 1".split()
+launch.run(lambda: growth.run({out!r}, flags, [(4, 8, 2), (2, 16, 1)], "tiny"))
+"""
+
+
+def test_growth_takes_the_last_step_of_each_point_from_one_run(tmp_path):
+    script = GROWTH.format(root=str(ROOT), out=str(tmp_path / "growth.json"))
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((tmp_path / "growth.json").read_text())
+    assert [(p["sessions"], p["response"]) for p in report["points"]] == [(8, 8), (4, 16)]
+    assert [(m["rollout/num_trajectories"], m["response_length/min"], m["response_length/max"]) for m in report["metrics"][:3]] == [(8, 8, 8), (8, 8, 8), (4, 16, 16)]
+    assert report["points"][0]["phases"]["step"]["seconds"] == report["metrics"][1]["timing_s/step"]
+    assert done.stdout.splitlines()[-1].split()[:2] == ["4", "16"]

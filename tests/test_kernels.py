@@ -30,6 +30,8 @@ for rows, vocab, num_tokens in [(5, 5000, 4500), (2, 4096, 4096), (3, 160, 160)]
         for ours, theirs in zip(kernels.block_statistics(logits, temperature, num_tokens), head.block_statistics(logits, temperature, num_tokens)):
             if theirs.abs().max() < 1e20:
                 close(ours, theirs)
+    for statistics in (kernels.block_statistics, head.block_statistics):  # what is no number is not lost in a largest of others
+        assert all(x[0, 0].isnan() for x in statistics(logits.index_fill(1, torch.tensor([2]), torch.nan), torch.tensor(1.0), num_tokens)[1:])
     logits = torch.randn(rows, vocab) * 3
     of_rows = logits.logsumexp(-1), torch.randn(rows), torch.randn(rows), torch.randn(rows), torch.tensor(0.7)
     expected = head.logit_gradient(logits, targets, *of_rows, num_tokens)
@@ -70,6 +72,12 @@ def test_triton_kernels_compute_what_torch_does():
     """In a process of its own: the interpreter is chosen before Triton is imported."""
     done = subprocess.run([sys.executable, "-c", INTERPRETED.format(root=str(ROOT))], capture_output=True, text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("vocab", [1, 160, 4096, 151936, 2**29])
+def test_a_chunk_of_logits_has_rows_and_no_more_than_a_kernels_grid(vocab):
+    rows = head.rows_at_once(vocab)
+    assert 1 <= rows < 2**16 and (rows == 1 or rows * vocab <= 2**28)
 
 
 def naive(hidden, weight, bias, targets, temperature, num_tokens):

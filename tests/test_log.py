@@ -60,3 +60,16 @@ def test_validation_alone_has_its_own_folder_and_wandb_run(cfg, tmp_path, monkey
     cfg = replace(cfg, log=replace(cfg.log, default_local_dir=str(tmp_path)), trainer=replace(cfg.trainer, val_only=val_only))
     start_log(cfg, 0, tmp_path / "checkpoint", {"step": 1, "wandb_id": "abc"}, 1)
     assert seen[0][1] == tmp_path / "run" / ("val-only" if val_only else "") and seen[0][4] == wandb_id
+
+
+def test_memory_of_a_phase_that_runs_twice_is_that_of_its_fuller_run(log, monkeypatch):
+    """Torch's peak in the phase and what else the card holds, without what torch keeps idle: a refill of the sampling is the smaller run."""
+    gib, peaks = 2**30, iter([30, 20, 25])
+    fakes = {"is_available": lambda: True, "synchronize": lambda: None, "reset_peak_memory_stats": lambda: None, "mem_get_info": lambda: (100 * gib, 140 * gib),
+             "memory_reserved": lambda: 35 * gib, "max_memory_allocated": lambda: next(peaks) * gib}  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", fake)
+    for phase in ("gen", "gen", "adv"):
+        with log.timer(phase):
+            pass
+    assert {phase: log.metrics[f"perf/memory_gb/{phase}"] for phase in ("gen", "adv")} == {"gen": 35.0, "adv": 30.0}
