@@ -9,6 +9,8 @@ import triton.language as tl
 
 from head import BLOCK, LOW
 
+MEMBERS = 8  # sequences that may share a reading of the blocks that they begin with
+
 
 @triton.jit
 def statistics_kernel(out, logits, row_stride, temperatures, temperature_stride, num_tokens, BLOCK: tl.constexpr, LOW: tl.constexpr):
@@ -80,37 +82,89 @@ def merge(out, lse, seen, seen_lse) -> None:
 
 
 @triton.jit
-def decode_kernel(
-    out, out_stride, query, query_stride, cache, block_stride, slot_stride, head_stride, table, table_stride, lengths, scale,
-    G: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    head, seq = tl.program_id(0), tl.program_id(1)  # programs of the same tokens run together, and share a prompt's cache blocks in L2
-    length, m, d, n = tl.load(lengths + seq), tl.arange(0, M), tl.arange(0, D), tl.arange(0, TILE)
-    rows = (head * G + m)[:, None] * D + d[None, :]
-    q = tl.load(query + seq.to(tl.int64) * query_stride + rows, mask=(m < G)[:, None], other=0.0)  # [M, D], its G heads first
-    top, total, sums = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
-    for start in range(0, length, TILE):
+def attend(top, total, sums, q, begin, end, cache, block_stride, slot_stride, table, scale, D: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):
+    """The softmax so far of queries q [M, D], after tokens begin .. end of a sequence: its largest score, its mass and its sum of values."""
+    d, n = tl.arange(0, D), tl.arange(0, TILE)
+    for start in range(begin, end, TILE):
         t = start + n
-        block = tl.load(table + seq.to(tl.int64) * table_stride + t // SLOTS, mask=t < length, other=0).to(tl.int64)
-        at = cache + block * block_stride + (t % SLOTS) * slot_stride + head * head_stride  # [TILE], a key of D numbers and its value
-        k = tl.load(at[None, :] + d[:, None], mask=(t < length)[None, :], other=0.0)
-        scores = tl.where((t < length)[None, :], tl.dot(q, k) * scale, -1e30)  # [M, TILE], in powers of 2
+        block = tl.load(table + t // SLOTS, mask=t < end, other=0).to(tl.int64)
+        at = cache + block * block_stride + (t % SLOTS) * slot_stride  # [TILE], a key of D numbers and its value
+        k = tl.load(at[None, :] + d[:, None], mask=(t < end)[None, :], other=0.0)
+        scores = tl.where((t < end)[None, :], tl.dot(q, k) * scale, -1e30)  # [M, TILE], in powers of 2
         higher = tl.maximum(top, tl.max(scores, 1))
         p, keep = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
-        v = tl.load(at[:, None] + (D + d)[None, :], mask=(t < length)[:, None], other=0.0)
+        v = tl.load(at[:, None] + (D + d)[None, :], mask=(t < end)[:, None], other=0.0)
         total, sums, top = total * keep + tl.sum(p, 1), sums * keep[:, None] + tl.dot(p.to(v.dtype), v), higher
+    return top, total, sums
+
+
+@triton.jit
+def shared_kernel(
+    num_shared, partial, masses, query, query_stride, cache, block_stride, slot_stride, head_stride, table, table_stride, lengths, scale, num_seqs,
+    G: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, MEMBERS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    head, seq = tl.program_id(0), tl.program_id(1)
+    place, i, first = seq % MEMBERS, tl.arange(0, MEMBERS), tl.load(table + seq.to(tl.int64) * table_stride)
+    if place > 0:
+        if (tl.load(table + (seq - 1).to(tl.int64) * table_stride) == first) & (tl.load(lengths + seq - 1) > 0) & (tl.load(lengths + seq) > 0):
+            return  # an earlier sequence leads
+    near = (i + place < MEMBERS) & (seq + i < num_seqs)
+    rows = table + (seq + i).to(tl.int64) * table_stride  # [MEMBERS]
+    length = tl.load(lengths + seq + i, mask=near, other=0)
+    members = tl.min(tl.where((tl.load(rows, mask=near, other=-1) == first) & (length > 0), MEMBERS, i), 0)
+    most = (tl.min(tl.where(i < members, length, 2147483647), 0) - 1) // SLOTS * (members > 1)  # blocks that all of them have filled
+    common, b = 0, tl.arange(0, BLOCKS)
+    for start in range(0, most, BLOCKS):
+        if common == start:
+            inside = start + b < most
+            lead = tl.load(table + seq.to(tl.int64) * table_stride + start + b, mask=inside, other=-1)
+            ids = tl.load(rows[:, None] + (start + b)[None, :], mask=(i < members)[:, None] & inside[None, :], other=-2)
+            same = tl.min(tl.where((ids == lead[None, :]) | (i >= members)[:, None], 1, 0), 0) * inside
+            common += tl.min(tl.where(same > 0, BLOCKS, b), 0)
+    tl.store(num_shared + seq + i, common * SLOTS, mask=i < tl.maximum(members, 1))
+    if common > 0:
+        r, d = tl.arange(0, M), tl.arange(0, D)
+        at, used = (seq + r // G).to(tl.int64), r < members * G
+        q = tl.load(query + (at * query_stride + (head * G + r % G) * D)[:, None] + d[None, :], mask=used[:, None], other=0.0)  # [M, D], G heads of each member
+        top, total, sums = attend(
+            tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32), q, 0, common * SLOTS, cache + head * head_stride, block_stride, slot_stride,
+            table + seq.to(tl.int64) * table_stride, scale, D, SLOTS, TILE,
+        )  # fmt: skip
+        to = (at * tl.num_programs(0) + head) * G + r % G
+        tl.store(partial + to[:, None] * D + d[None, :], sums, mask=used[:, None])
+        tl.store(masses + to * 2, top, mask=used)
+        tl.store(masses + to * 2 + 1, total, mask=used)
+
+
+@triton.jit
+def decode_kernel(
+    out, out_stride, num_shared, partial, masses, query, query_stride, cache, block_stride, slot_stride, head_stride, table, table_stride, lengths, scale,
+    G: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    head, seq = tl.program_id(0), tl.program_id(1)
+    m, d, begin = tl.arange(0, M), tl.arange(0, D), tl.load(num_shared + seq)
+    rows, seen = (head * G + m)[:, None] * D + d[None, :], m < tl.where(begin > 0, G, 0)
+    q = tl.load(query + seq.to(tl.int64) * query_stride + rows, mask=(m < G)[:, None], other=0.0)  # [M, D], its G heads first
+    at = (seq.to(tl.int64) * tl.num_programs(0) + head) * G + m
+    top, total = tl.load(masses + at * 2, mask=seen, other=-1e30), tl.load(masses + at * 2 + 1, mask=seen, other=0.0)
+    sums = tl.load(partial + at[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
+    row = table + seq.to(tl.int64) * table_stride
+    top, total, sums = attend(top, total, sums, q, begin, tl.load(lengths + seq), cache + head * head_stride, block_stride, slot_stride, row, scale, D, SLOTS, TILE)
     sums = sums / tl.where(total == 0, 1.0, total)[:, None]  # a place without a sequence has length 0
     tl.store(out + seq.to(tl.int64) * out_stride + rows, sums.to(out.dtype.element_ty), mask=(m < G)[:, None])
 
 
 def decode_attention(out, query, cache, table, lengths, scale: float) -> None:
-    """Attention of one new token of each sequence to its paged cache, into `out`.
+    """Attention of one new token of each sequence to its paged cache, into `out`. Blocks that neighbours begin with alike, as sessions of a prompt do, are read once for up to MEMBERS of them.
 
     out, query [N, H, D]; cache [blocks, kv heads, slots, 2 D], keys then values, as vLLM's flash attention backend keeps it; table [N, blocks] and lengths [N] int32.
     """
-    heads, size = query.shape[1:]
+    num_seqs, heads, size = query.shape
     kv_heads, slots = cache.shape[1:3]
-    decode_kernel[(kv_heads, len(query))](
-        out, out.stride(0), query, query.stride(0), cache, cache.stride(0), cache.stride(2), cache.stride(1), table, table.stride(0), lengths, scale * 1.4426950408889634,
-        G=heads // kv_heads, D=size, SLOTS=slots, TILE=64 if size <= 128 else 32, M=max(16, triton.next_power_of_2(heads // kv_heads)), num_warps=2, num_stages=3,
-    )  # fmt: skip
+    group, tile = heads // kv_heads, 64 if size <= 128 else 32
+    scratch = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=out.device)  # noqa: E731
+    num_shared, partial, masses = scratch(num_seqs, dtype=torch.int32), scratch(num_seqs, heads, size), scratch(num_seqs, heads, 2)
+    shared, given = (num_shared, partial, masses), (query, query.stride(0), cache, cache.stride(0), cache.stride(2), cache.stride(1), table, table.stride(0), lengths, scale * 1.4426950408889634)
+    shapes = {"G": group, "D": size, "SLOTS": slots, "TILE": tile}
+    shared_kernel[(kv_heads, num_seqs)](*shared, *given, num_seqs, **shapes, M=max(16, triton.next_power_of_2(MEMBERS * group)), MEMBERS=MEMBERS, BLOCKS=32, num_warps=4, num_stages=3)
+    decode_kernel[(kv_heads, num_seqs)](out, out.stride(0), *shared, *given, **shapes, M=max(16, triton.next_power_of_2(group)), num_warps=2, num_stages=3)

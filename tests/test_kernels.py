@@ -58,6 +58,23 @@ for heads, kv_heads, size, layout in [(4, 2, 16, "HND"), (6, 2, 16, "NHD"), (1, 
         close(wide[s, 1], expected)
     assert (wide[:, 0] == 7).all() and (wide[:, 2] == 7).all(), "nothing beside the output"
 
+lengths = torch.tensor([70] * 11 + [33, 40, 40, 40, 40, 0, 600, 620, 16, 50, 50], dtype=torch.int32)
+table = torch.randint(0, 900, (22, 40), dtype=torch.int32)
+table[:11, :3] = table[0, :3]  # a prompt of three blocks, whose sessions are more than are read together
+table[12:17, :2] = table[12, :2]  # of two, and a place without a sequence behind it
+table[17:19, :37] = table[17, :37]  # a long one, that only one of the two has filled all blocks of but one
+table[19:22, 0] = table[19, 0]  # a block that the first of three has not yet written past
+for heads, kv_heads, size in [(4, 2, 16), (6, 2, 16), (9, 1, 32)]:
+    query, cache, out, made = torch.randn(22, heads, size), torch.randn(900, kv_heads, 16, 2 * size), torch.empty(22, heads, size), []
+    empty, torch.empty = torch.empty, lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1]
+    kernels.decode_attention(out, query, cache, table, lengths, 0.3)
+    torch.empty = empty
+    assert made[0].tolist() == [48] * 11 + [0] + [32] * 4 + [0] + [37 * 16] * 2 + [0] * 3, "tokens read once for several sequences"
+    for s, length in enumerate(lengths.tolist()):
+        k, v = cache[table[s].long()].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(heads // kv_heads, 1).split(size, -1)
+        expected = torch.einsum("hn,nhd->hd", (torch.einsum("hd,nhd->hn", query[s], k) * 0.3).softmax(-1), v) if length else torch.zeros(heads, size)
+        close(out[s], expected)
+
 logits = torch.randn(40, 5000)
 args = torch.ones(40), torch.arange(40), torch.arange(40) * 3
 expected = decoding.sample_tokens(logits, *args)
