@@ -5,6 +5,7 @@ for. Here a block of the vocabulary is chosen by its share of the probability, t
 """
 import torch
 
+import head
 from head import BLOCK, kernels_for, total_mass
 
 DECODE_PROGRAMS = 1024  # sequences x key-value heads from which a GPU is busy with a program for each
@@ -20,13 +21,19 @@ def uniform(seeds, positions):
     return shift(x ^ shift(x, 31), 16).double() / 2**48
 
 
-def sample_tokens(logits, temperature, seeds, positions, choose=None):
+def sample_tokens(logits, temperature, seeds, positions, rows=None, at=None):
     """(tokens [S], log-probs [S] float32) of softmax(logits / temperature), logits [S, V]; the likeliest token where the temperature is 0.
 
-    A row's token follows from its logits, its seed and its position alone. `choose` may be compiled.
+    A row's token follows from its logits, its seed and its position alone. With `rows` [S] temperature and seeds are tables, and they say where in them; so does
+    `at` [S] of positions.
     """
-    tops, masses, _ = kernels_for(logits).block_statistics(logits, temperature, logits.size(1))  # [S, B]
-    return (choose or choose_token)(logits, tops, masses, temperature, seeds, positions)
+    kernels = kernels_for(logits)
+    if kernels is head:
+        temperature, seeds = (temperature, seeds) if rows is None else (temperature[rows], seeds[rows])
+        positions = positions if at is None else positions[at]
+        return choose_token(logits, *head.block_statistics(logits, temperature, logits.size(1))[:2], temperature, seeds, positions)
+    tops, masses, _ = kernels.block_statistics(logits, temperature, logits.size(1), rows)  # [S, B]
+    return kernels.choose_token(logits, tops, masses, temperature, seeds, positions, rows, at)
 
 
 def choose_token(logits, tops, masses, temperature, seeds, positions):
@@ -45,34 +52,52 @@ def choose_token(logits, tops, masses, temperature, seeds, positions):
     return ids.gather(1, place)[:, 0], scaled.gather(1, place)[:, 0] - logsumexp
 
 
-def lean_sampler(sampler, tensor_parallel: int = 1) -> None:
+def lean_sampler(sampler) -> None:
     """vLLM's sampler with `sample_tokens` for batches that top_k, top_p and min_p leave whole, as a class of its own, in place. Penalties and the like, which
-    engine.sampling_params does not ask for, are not looked at. The older of vLLM's two model runners has another sampler, which stays."""
+    engine.sampling_params does not ask for, are not looked at. The older of vLLM's two model runners has another sampler, which stays.
+
+    The host bounds a turn, so what follows from a request alone is found out when it comes, not in every turn."""
     if not hasattr(sampler, "sampling_states"):
         return
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-    # Ranks that share an engine must sample alike, and compilation may tune each of them differently.
-    choose = torch.compile(choose_token, dynamic=True) if tensor_parallel == 1 else choose_token
+    states = sampler.sampling_states
+
+    def is_cut(rows):
+        """Whether requests are not whole, or have more to tell than the log-probs of their tokens."""
+        return (states.top_k.np[rows] != states.vocab_size) | (states.top_p.np[rows] != 1) | (states.min_p.np[rows] != 0) | (states.num_logprobs[rows] != 0)
 
     class LeanSampler(type(sampler)):
+        def add_request(self, row, *args, **kwargs):
+            super().add_request(row, *args, **kwargs)
+            self.cut[row], self.tables = is_cut(row), None
+
+        def apply_staged_writes(self):
+            if self.tables is None:  # vLLM copies all of its tables in every turn
+                super().apply_staged_writes()
+                self.tables = states.temperature.gpu.clone(), states.seeds.gpu.clone()  # vLLM's are in the host's memory, and each block of each row reads them
+
         def __call__(self, logits, input_batch):
-            rows, states = input_batch.idx_mapping_np, self.sampling_states
-            cut = (states.top_k.np[rows] != states.vocab_size).any() or (states.top_p.np[rows] != 1).any() or (states.min_p.np[rows] != 0).any()
-            if cut or (states.num_logprobs[rows] != 0).any() or len(rows) != len(logits):
+            rows, n = input_batch.idx_mapping_np, input_batch.num_reqs
+            if len(rows) != len(logits) or self.cut[rows].any():
                 return super().__call__(logits, input_batch)
-            requests = input_batch.expanded_idx_mapping
-            positions = input_batch.positions[input_batch.logits_indices]
-            tokens, logprobs = sample_tokens(logits, states.temperature.gpu[requests], states.seeds.gpu[requests], positions, choose)
-            one = input_batch.seq_lens.new_ones(input_batch.num_reqs)  # token a request; none where a prompt is not done yet
-            num_sampled, num_rejected = get_num_sampled_and_rejected(one, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping, self.req_states.prefill_len.gpu)
+            tokens, logprobs = sample_tokens(logits, *self.tables, input_batch.positions, input_batch.expanded_idx_mapping, input_batch.logits_indices)
+            num_sampled, num_rejected, tokens = self.ones[:n], self.zeros[:n], tokens[:, None]
+            if input_batch.is_prefilling_np.any():  # a prompt may not be done yet, and gets no token
+                num_sampled, num_rejected = get_num_sampled_and_rejected(
+                    num_sampled.clone(), input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping, self.req_states.prefill_len.gpu
+                )
             return SamplerOutput(
-                sampled_token_ids=tokens[:, None], logprobs_tensors=LogprobsTensors(tokens[:, None], logprobs[:, None], torch.zeros_like(tokens)),
+                sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(tokens, logprobs[:, None], self.ranks[:n]),
                 num_nans=None, num_sampled=num_sampled, num_rejected=num_rejected,
             )  # fmt: skip
 
+    rows, device = states.max_num_reqs, states.seeds.gpu.device
+    sampler.cut, sampler.tables = is_cut(slice(None)), None
+    sampler.ones, sampler.zeros = torch.ones(rows, dtype=torch.int32, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
+    sampler.ranks = torch.zeros(rows, dtype=torch.int64)  # nobody asks for them: on the host, where vLLM copies the others to
     sampler.__class__ = LeanSampler
 
 
@@ -80,7 +105,7 @@ def use_decode_kernel() -> None:
     """Large batches in which each sequence decodes a token get kernels.decode_attention, all others vLLM's flash attention. Comes before vLLM captures CUDA graphs."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-    from kernels import decode_attention
+    from kernels import decode_attention, find_shared
 
     flash = FlashAttentionImpl.forward
 
@@ -91,7 +116,11 @@ def use_decode_kernel() -> None:
         decodes = m is not None and m.max_query_len == 1 and not m.use_cascade and m.causal is True and len(m.seq_lens) >= m.num_actual_tokens
         if not (plain and decodes and m.num_actual_tokens * self.num_kv_heads >= DECODE_PROGRAMS):  # of fewer, flash attention cuts sequences into parts
             return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
-        decode_attention(output[: m.num_actual_tokens], query[: m.num_actual_tokens], kv_cache, m.block_table, m.seq_lens, self.scale)
+        query = query[: m.num_actual_tokens]
+        # vLLM makes a metadata object for each forward pass, and for each capture of a CUDA graph, of all layers of one shape. A graph finds anew in every replay.
+        if (shared := getattr(m, "shared_prompts", None)) is None:
+            shared = m.shared_prompts = find_shared(query, kv_cache, m.block_table, m.seq_lens)
+        decode_attention(output[: m.num_actual_tokens], query, kv_cache, m.block_table, m.seq_lens, self.scale, shared)
         return output
 
     if flash.__module__ != __name__:

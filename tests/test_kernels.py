@@ -30,6 +30,9 @@ for rows, vocab, num_tokens in [(5, 5000, 4500), (2, 4096, 4096), (3, 160, 160)]
         for ours, theirs in zip(kernels.block_statistics(logits, temperature, num_tokens), head.block_statistics(logits, temperature, num_tokens)):
             if theirs.abs().max() < 1e20:
                 close(ours, theirs)
+    order, table = torch.randperm(rows), torch.rand(rows) + 0.5
+    for ours, theirs in zip(kernels.block_statistics(logits, table, num_tokens, order), kernels.block_statistics(logits, table[order], num_tokens)):
+        assert torch.equal(ours, theirs), "a table of temperatures, and where in it a row's is"
     for statistics in (kernels.block_statistics, head.block_statistics):  # what is no number is not lost in a largest of others
         assert all(x[0, 0].isnan() for x in statistics(logits.index_fill(1, torch.tensor([2]), torch.nan), torch.tensor(1.0), num_tokens)[1:])
     logits = torch.randn(rows, vocab) * 3
@@ -51,7 +54,7 @@ for heads, kv_heads, size, layout in [(4, 2, 16, "HND"), (6, 2, 16, "NHD"), (1, 
     query, cache, table = torch.randn(5, heads, size + 4)[..., :size].contiguous(), torch.randn(40, kv_heads, 16, 2 * size), torch.randint(0, 40, (5, 6), dtype=torch.int32)
     view = cache if layout == "HND" else cache.transpose(1, 2).contiguous().transpose(1, 2)  # as vLLM may keep it: the same by another stride
     wide = torch.full((5, 3, heads, size), 7.0)
-    kernels.decode_attention(wide[:, 1], query, view, table, lengths, 0.3)
+    kernels.decode_attention(wide[:, 1], query, view, table, lengths, 0.3, kernels.find_shared(query, view, table, lengths))
     for s, length in enumerate(lengths.tolist()):
         k, v = cache[table[s].long()].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(heads // kv_heads, 1).split(size, -1)  # [length, heads, size]
         expected = torch.einsum("hn,nhd->hd", (torch.einsum("hd,nhd->hn", query[s], k) * 0.3).softmax(-1), v) if length else torch.zeros(heads, size)
@@ -65,23 +68,54 @@ table[12:17, :2] = table[12, :2]  # of two, and a place without a sequence behin
 table[17:19, :37] = table[17, :37]  # a long one, that only one of the two has filled all blocks of but one
 table[19:22, 0] = table[19, 0]  # a block that the first of three has not yet written past
 for heads, kv_heads, size in [(4, 2, 16), (6, 2, 16), (9, 1, 32)]:
-    query, cache, out, made = torch.randn(22, heads, size), torch.randn(900, kv_heads, 16, 2 * size), torch.empty(22, heads, size), []
-    empty, torch.empty = torch.empty, lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1]
-    kernels.decode_attention(out, query, cache, table, lengths, 0.3)
-    torch.empty = empty
-    assert made[0].tolist() == [48] * 11 + [0] + [32] * 4 + [0] + [37 * 16] * 2 + [0] * 3, "tokens read once for several sequences"
-    for s, length in enumerate(lengths.tolist()):
-        k, v = cache[table[s].long()].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(heads // kv_heads, 1).split(size, -1)
-        expected = torch.einsum("hn,nhd->hd", (torch.einsum("hd,nhd->hn", query[s], k) * 0.3).softmax(-1), v) if length else torch.zeros(heads, size)
-        close(out[s], expected)
+    query, cache = torch.randn(22, heads, size), torch.randn(900, kv_heads, 16, 2 * size)
+    shared = kernels.find_shared(query, cache, table, lengths)
+    assert shared[0].tolist() == [48] * 11 + [0] + [32] * 4 + [0] + [37 * 16] * 2 + [0] * 3, "tokens read once for several sequences"
+    assert shared[1].tolist() == [8] + [0] * 7 + [3] + [0] * 3 + [4] + [0] * 4 + [2] + [0] * 4, "and who reads them"
+    for layer in range(2):  # the second finds what the first has left in the room for what is read
+        out, cache = torch.empty(22, heads, size), torch.randn(900, kv_heads, 16, 2 * size)
+        kernels.decode_attention(out, query, cache, table, lengths, 0.3, shared)
+        for s, length in enumerate(lengths.tolist()):
+            k, v = cache[table[s].long()].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(heads // kv_heads, 1).split(size, -1)
+            expected = torch.einsum("hn,nhd->hd", (torch.einsum("hd,nhd->hn", query[s], k) * 0.3).softmax(-1), v) if length else torch.zeros(heads, size)
+            close(out[s], expected)
 
-logits = torch.randn(40, 5000)
-args = torch.ones(40), torch.arange(40), torch.arange(40) * 3
-expected = decoding.sample_tokens(logits, *args)
-decoding.kernels_for = lambda tensor: kernels
-ours = decoding.sample_tokens(logits, *args)
-assert torch.equal(ours[0], expected[0])
-close(ours[1], expected[1])
+def both(logits, *args):
+    "What torch samples, and what the kernels do."
+    theirs = decoding.sample_tokens(logits, *args)
+    found, decoding.kernels_for = decoding.kernels_for, lambda tensor: kernels
+    ours = decoding.sample_tokens(logits, *args)
+    decoding.kernels_for = found
+    assert [x.dtype for x in ours] == [x.dtype for x in theirs] == [torch.int64, torch.float32] and ours[0].shape == ours[1].shape == (len(logits),)
+    assert ((ours[0] >= 0) & (ours[0] < logits.size(1))).all()
+    return theirs, ours
+
+for rows, vocab, dtype in [(150, 5000, torch.float32), (40, 2 * head.BLOCK, torch.bfloat16), (30, 160, torch.float32), (12, 40000, torch.float32), (3, 1, torch.float32)]:
+    logits = (torch.randn(rows, vocab + 3) * 2).to(dtype)[:, :vocab]  # rows further apart than they are long
+    logits[0, : vocab // 2], logits[1, 1:] = -torch.inf, -torch.inf  # half of no probability, and all but one
+    logits[2 :: 5, vocab // 2] = logits[2 :: 5, vocab // 3] = logits.max() + 1  # the likeliest twice
+    temperature = torch.where(torch.arange(rows + 9) % 3 == 0, 0.0, torch.linspace(0.3, 1.7, rows + 9))
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows + 9,)), torch.randint(0, 600, (rows + 20,))
+    where, at = torch.randperm(rows + 9)[:rows].to(torch.int32), torch.randperm(rows + 20)[:rows]
+    for args in [(temperature[:rows], seeds[:rows], positions[:rows]), (temperature, seeds, positions, where, at)]:
+        theirs, ours = both(logits, *args)
+        assert torch.equal(ours[0], theirs[0])
+        close(ours[1], theirs[1])
+        assert ours[1].isfinite().all() and ours[0][1] == 0 and (vocab == 1 or ours[0][0] >= vocab // 2)
+    greedy = args[0][args[3].long()] == 0
+    assert torch.equal(ours[0][greedy], logits.float().argmax(-1)[greedy]), "the first of equals"
+
+for temperature in (0.0, 1.0):
+    logits = torch.zeros(4, 5000)
+    logits[0], logits[1, 7], logits[2] = -torch.inf, torch.nan, torch.nan
+    theirs, ours = both(logits, torch.full((4,), temperature), torch.arange(4), torch.arange(4))
+    assert not ours[1][:3].isfinite().any() and ours[1][3].isfinite()
+
+logits = torch.full((600, 3 * head.BLOCK), -200.0)  # but a few tokens of which have a probability, a block without any between them
+some = torch.tensor([3, 700, 2 * head.BLOCK + 5, 3 * head.BLOCK - 1])
+logits[:, some] = torch.tensor([0.0, 1.0, -3.0, 0.5])
+tokens, logprobs = both(logits, torch.ones(600), torch.arange(600), torch.zeros(600, dtype=torch.int64))[1]
+assert torch.isin(tokens, some).all() and len(tokens.unique()) == 4
 """
 
 
@@ -127,18 +161,6 @@ def test_older_sampler_of_vllm_stays_as_it_is():
     other = SimpleNamespace()
     decoding.lean_sampler(other)
     assert type(other) is SimpleNamespace
-
-
-@pytest.mark.parametrize("ranks, compiled", [(1, True), (2, False)])
-def test_ranks_of_one_engine_sample_without_what_compilation_may_tune(monkeypatch, ranks, compiled):
-    given, lean, compile_ = [], TheirSampler(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: "compiled" if args == (decoding.choose_token,) else compile_(*args, **kwargs))
-    monkeypatch.setattr(decoding, "sample_tokens", lambda *args: given.append(args[-1]) or 1 / 0)
-    decoding.lean_sampler(lean, ranks)
-    lean.sampling_states.temperature = lean.sampling_states.seeds = SimpleNamespace(gpu=torch.zeros(4))
-    with pytest.raises(ZeroDivisionError):
-        lean(torch.zeros(2, 50), SimpleNamespace(idx_mapping_np=np.array([1, 2]), expanded_idx_mapping=torch.tensor([1, 2]), positions=torch.zeros(9), logits_indices=torch.tensor([0, 1])))
-    assert given == ["compiled" if compiled else decoding.choose_token]
 
 
 def test_logits_that_are_no_numbers_give_no_token_out_of_range():
@@ -200,10 +222,26 @@ class TheirSampler:
 
     def __init__(self, **states):
         rows = {"top_k": np.full(4, 50), "top_p": np.ones(4), "min_p": np.zeros(4), "num_logprobs": np.zeros(4), **states}
-        self.sampling_states = SimpleNamespace(vocab_size=50, num_logprobs=rows["num_logprobs"], **{name: SimpleNamespace(np=rows[name]) for name in ("top_k", "top_p", "min_p")})
+        tables = {name: SimpleNamespace(np=rows[name]) for name in ("top_k", "top_p", "min_p")}
+        self.sampling_states = SimpleNamespace(vocab_size=50, max_num_reqs=4, num_logprobs=rows["num_logprobs"], **tables)
+        self.sampling_states.temperature, self.sampling_states.seeds = SimpleNamespace(gpu=torch.full((4,), -1.0)), SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int64))
+        self.req_states = SimpleNamespace(prefill_len=SimpleNamespace(gpu="prompts"))
+        self.copies = 0
+
+    def add_request(self, row, prompt_len, top_p):
+        self.sampling_states.top_p.np[row] = top_p
+
+    def apply_staged_writes(self):
+        self.copies += 1
+        self.sampling_states.temperature.gpu = torch.full((4,), float(self.copies))
 
     def __call__(self, logits, input_batch):
         return "vLLM's"
+
+
+def requests_1_and_2(prefilling=False):
+    return SimpleNamespace(idx_mapping_np=np.array([1, 2]), idx_mapping="rows", expanded_idx_mapping=torch.tensor([1, 2]), num_reqs=2, positions=torch.arange(9), logits_indices=torch.tensor([4, 0]),
+                           is_prefilling_np=np.array([False, prefilling]), seq_lens="lengths", cu_num_logits="logits")  # fmt: skip
 
 
 @pytest.mark.parametrize("states, rows, ours", [({}, 2, True), ({"top_k": np.array([50, 9, 50, 50])}, 2, False), ({"top_p": np.array([1, 1, 0.9, 1])}, 2, False), ({"min_p": np.array([0, 0, 0.1, 0])}, 2, False),
@@ -213,13 +251,50 @@ def test_vllm_samples_what_is_cut_or_has_more_to_tell(monkeypatch, states, rows,
     monkeypatch.setattr(decoding, "sample_tokens", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
     lean = TheirSampler(**states)
     decoding.lean_sampler(lean)
-    lean.sampling_states.temperature = lean.sampling_states.seeds = SimpleNamespace(gpu=torch.zeros(4))
-    batch = SimpleNamespace(idx_mapping_np=np.array([1, 2]), expanded_idx_mapping=torch.tensor([1, 2]), positions=torch.zeros(9), logits_indices=torch.tensor([0, 1]))
+    lean.apply_staged_writes()
     if ours:
         with pytest.raises(ZeroDivisionError):
-            lean(torch.zeros(rows, 50), batch)
+            lean(torch.zeros(rows, 50), requests_1_and_2())
     else:
-        assert lean(torch.zeros(rows, 50), batch) == "vLLM's"
+        assert lean(torch.zeros(rows, 50), requests_1_and_2()) == "vLLM's"
+
+
+def test_lean_sampler_looks_at_a_request_when_it_comes():
+    """vLLM's tables are copied in turns that have a new one, and no others; a place may be another request's later."""
+    lean = TheirSampler()
+    decoding.lean_sampler(lean)
+    for _ in range(3):
+        lean.apply_staged_writes()
+    assert lean.copies == 1 and lean.tables[0].tolist() == [1.0] * 4
+    for turns, (row, top_p, ours) in enumerate([(0, 0.9, True), (2, 0.9, False), (2, 1, True)]):
+        lean.add_request(row, 7, top_p)
+        lean.apply_staged_writes()
+        lean.apply_staged_writes()
+        assert lean.copies == turns + 2 and lean.tables[0].tolist() == [turns + 2.0] * 4
+        assert (lean(torch.zeros(2, 50), requests_1_and_2()) != "vLLM's") == ours
+
+
+@pytest.mark.parametrize("prefilling", [False, True])
+def test_lean_sampler_hands_back_what_vllms_would(monkeypatch, prefilling):
+    """A token a request, sampled with its own parameters and at its own position, and its log-prob; vLLM finds out which prompts are not done yet."""
+    import vllm.v1.worker.gpu.input_batch as theirs
+
+    calls = []
+    monkeypatch.setattr(theirs, "get_num_sampled_and_rejected", lambda ones, *args: calls.append(args) or (ones.zero_(), "rejected"))
+    lean = TheirSampler()
+    decoding.lean_sampler(lean)
+    lean.apply_staged_writes()
+    lean.tables = torch.tensor([9.0, 0.0, 0.7, 9.0]), torch.tensor([7, 8, 9, 10])
+    torch.manual_seed(0)
+    logits = torch.randn(2, 50)
+    for _ in range(2):
+        out = lean(logits, requests_1_and_2(prefilling))
+        tokens, logprobs = sample_tokens(logits, torch.tensor([0.0, 0.7]), torch.tensor([8, 9]), torch.tensor([4, 0]))
+        assert torch.equal(out.sampled_token_ids, tokens[:, None]) and torch.equal(out.logprobs_tensors.logprob_token_ids, tokens[:, None])
+        assert torch.equal(out.logprobs_tensors.logprobs, logprobs[:, None]) and out.logprobs_tensors.selected_token_ranks.tolist() == [0, 0]
+        assert out.num_sampled.dtype == torch.int32 and out.num_sampled.tolist() == ([0, 0] if prefilling else [1, 1])
+        assert out.num_rejected == "rejected" if prefilling else out.num_rejected.tolist() == [0, 0]
+    assert calls == [("lengths", "logits", "rows", "prompts")] * 2 * prefilling and lean.ones.tolist() == [1] * 4
 
 
 class TheirAttention:
@@ -241,9 +316,9 @@ DECODING = SimpleNamespace(max_query_len=1, use_cascade=False, causal=True, num_
 ])  # fmt: skip
 def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, metadata):
     attention = type("FlashAttentionImpl", (TheirAttention,), {"forward": TheirAttention.forward})
-    calls = []
+    calls, plans = [], []
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.flash_attn", SimpleNamespace(FlashAttentionImpl=attention))
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(decode_attention=lambda *args: calls.append(args)))
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(decode_attention=lambda *args: calls.append(args), find_shared=lambda *args: plans.append(args) or f"plan {len(plans)}"))
     for _ in range(2):  # a second engine of the process finds it done
         decoding.use_decode_kernel()
     layer, output, query = attention(), torch.zeros(130, 16, 128), torch.ones(130, 16, 128)
@@ -253,8 +328,12 @@ def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, 
     if impl or metadata or metadata is None:
         assert answer == "vLLM's" and not calls
     else:
-        assert answer is output and len(calls) == 1 and calls[0][2:] == ("cache", "table", LENGTHS, 0.5)
+        assert answer is output and len(calls) == 1 and calls[0][2:] == ("cache", "table", LENGTHS, 0.5, "plan 1")
         assert [len(x) for x in calls[0][:2]] == [128, 128] and calls[0][0].data_ptr() == output.data_ptr() and calls[0][1].data_ptr() == query.data_ptr()
+        layer.forward(None, query, None, None, "another cache", given, output)  # the next layer of the same forward pass
+        layer.forward(None, query, None, None, "cache", SimpleNamespace(**{**vars(DECODING), **metadata}), output)  # the first of the next
+        assert [call[-1] for call in calls] == ["plan 1", "plan 1", "plan 2"], "found once a forward pass"
+        assert len(plans[0][0]) == 128 and plans[0][1:] == ("cache", "table", LENGTHS)
 
 
 @pytest.mark.parametrize("most", [1, 5, 100, 256, 512, 700, 1024])

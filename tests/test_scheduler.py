@@ -7,11 +7,13 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import ROOT, flags, launch_environment  # noqa: E402
+import scheduler  # noqa: E402
 from scheduler import OUTCOME, lean_scheduler  # noqa: E402
 
 VAL = type("Sampling", (), {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
@@ -40,14 +42,14 @@ class Schedule:
 
 def play(engine, kind, sessions, few_blocks=None, few_seqs=None):
     """Replies of the sessions, with a scheduler of this kind; the tokens of each step, and the most preemptions of a request."""
-    with Schedule(engine, kind) as scheduler:
+    with Schedule(engine, kind) as schedules:
         preempted, steps = [0], []
         if few_seqs:
-            scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = few_seqs
+            schedules.max_num_running_reqs = schedules.max_num_active_reqs = few_seqs
         if few_blocks:  # what is taken from the pool leaves room for few sequences
-            pool = scheduler.kv_cache_manager.block_pool
+            pool = schedules.kv_cache_manager.block_pool
             held = pool.get_new_blocks(pool.get_num_free_blocks() - few_blocks)
-        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+        preempt, schedule = schedules._preempt_request, schedules.schedule
 
         def counted(request, *args, **kwargs):
             preempted.append(request.num_preemptions + 1)
@@ -58,12 +60,12 @@ def play(engine, kind, sessions, few_blocks=None, few_seqs=None):
             steps.append(output.total_num_scheduled_tokens)  # fewer where the prefix cache had some
             return output
 
-        scheduler._preempt_request, scheduler.schedule = counted, counting
+        schedules._preempt_request, schedules.schedule = counted, counting
         engine.num_requests = 0
         replies = engine.drive([session(engine) for session in sessions])
         if few_blocks:
             pool.free_blocks(held)
-        assert not scheduler.requests and scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == engine_blocks(engine), "every block came back"
+        assert not schedules.requests and schedules.kv_cache_manager.block_pool.get_num_free_blocks() == engine_blocks(engine), "every block came back"
         return replies, steps, max(preempted)
 
 
@@ -134,31 +136,32 @@ STOPS = list(range(5, 40))
 
 def ahead(engine, kind, seed: int, few_blocks: int):
     """What GPUs have and the CPU lacks: the next step is scheduled before the last one's tokens are there. A made-up model of 24 requests that come
-    at different times, some given up. Returns each request's tokens, log-probs and end, the tokens of each step, and how many were preempted."""
+    at different times, some given up. Returns each request's tokens, log-probs and end, the tokens of each step, and how many were preempted, and the blocks that the prefix cache was left with."""
     import numpy
     from vllm import SamplingParams
     from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
-    with Schedule(engine, kind, asynchronous=True) as scheduler:
-        rng, pool, hasher = random.Random(seed), scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.engine_core.engine_core.request_block_hasher
+    with Schedule(engine, kind, asynchronous=True) as schedules:
+        rng, pool, hasher = random.Random(seed), schedules.kv_cache_manager.block_pool, engine.llm.llm_engine.engine_core.engine_core.request_block_hasher
         held = pool.get_new_blocks(pool.get_num_free_blocks() - few_blocks)
         waiting, given_up, at = {}, {}, {}
         for name in map(str, range(24)):
-            params = SamplingParams(temperature=1.0, max_tokens=rng.choice([1, 2, 60, 150]), logprobs=0, stop_token_ids=[7])
+            most = rng.choice([1, 2, 60, 150, 430])
+            params = SamplingParams(temperature=1.0, max_tokens=most, min_tokens=min(rng.choice([0, 0, 1, 40]), most), logprobs=0, stop_token_ids=rng.choice([[7], [], [*range(5, 12)]]))
             prompt = [rng.randrange(5, 90) for _ in range(rng.choice([1, 100, 127, 128, 129, 250]))]
             waiting[name] = rng.choice([0, 0, rng.randrange(40)]), Request(request_id=name, prompt_token_ids=prompt, sampling_params=params, pooling_params=None, block_hasher=hasher)
             if rng.random() < 0.2:
                 given_up[name] = rng.randrange(1, 60)
         made, ended, steps, queue, preempted, step = {name: ([], []) for name in waiting}, {}, [], [], 0, 0
-        while waiting or queue or scheduler.has_requests():
+        while waiting or queue or schedules.has_requests():
             for name in [name for name, (when, _) in waiting.items() if when <= step]:
-                scheduler.add_request(waiting.pop(name)[1])
+                schedules.add_request(waiting.pop(name)[1])
             for name in [name for name, when in given_up.items() if when == step]:
-                scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+                schedules.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             step += 1
-            if scheduler.has_requests():
-                output = scheduler.schedule()
+            if schedules.has_requests():
+                output = schedules.schedule()
                 names = list(output.num_scheduled_tokens)
                 steps.append(sorted(output.num_scheduled_tokens.items()))
                 preempted += len(output.preempted_req_ids or ())
@@ -169,7 +172,7 @@ def ahead(engine, kind, seed: int, few_blocks: int):
                 for name in names:
                     place, whole = at[name]
                     if name in output.scheduled_cached_reqs.resumed_req_ids:
-                        whole = len(scheduler.requests[name]._all_token_ids)
+                        whole = len(schedules.requests[name]._all_token_ids)
                     place = resumed.get(name, place) + output.num_scheduled_tokens[name]
                     at[name] = place, whole
                     tokens.append([random.Random(f"{name}/{place}").randrange(5, 90)] if place >= whole else [])
@@ -178,8 +181,8 @@ def ahead(engine, kind, seed: int, few_blocks: int):
                 if names:
                     places = {name: i for i, name in enumerate(names)}
                     queue.append((output, ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens, logprobs=logprobs, prompt_logprobs_dict={}, pooler_output=[])))
-            if queue and (len(queue) == 2 or not steps[-1] or not scheduler.has_requests()):
-                for of in scheduler.update_from_output(*queue.pop(0)).values():
+            if queue and (len(queue) == 2 or not steps[-1] or not schedules.has_requests()):
+                for of in schedules.update_from_output(*queue.pop(0)).values():
                     for o in of.outputs:
                         if o.kv_transfer_params:
                             made[o.request_id] = list(o.new_token_ids), list(o.kv_transfer_params[OUTCOME])
@@ -191,7 +194,8 @@ def ahead(engine, kind, seed: int, few_blocks: int):
             assert step < 5000
         pool.free_blocks(held)
         assert pool.get_num_free_blocks() == engine_blocks(engine)
-        return {name: (made[name], how) for name, how in ended.items()}, steps, preempted
+        cached = sum(block.block_hash is not None for block in pool.blocks)
+        return {name: (made[name], how) for name, how in ended.items()}, steps, preempted, cached
 
 
 def main(tiny: str, out: str) -> None:
@@ -209,8 +213,8 @@ def main(tiny: str, out: str) -> None:
     sync_weights(Actor(cfg.actor, accelerator, len(tokenizer), 1.0), engine, cfg.sync, [])
     played, kinds, own_stops = {}, {"vLLM's": stock(), "ours": lean_scheduler(False)}, engine.stop_token_ids
     short = kinds["ours"].short = []
-    real = kinds["ours"].schedule_decode
-    kinds["ours"].schedule_decode = lambda self, requests: short.append(len(requests)) or real(self, requests)
+    real = kinds["ours"].decode_output
+    kinds["ours"].decode_output = lambda self, names, *rest: short.append((len(names), self.cohort is not None)) or real(self, names, *rest)
     for case in CASES:
         for name, kind in kinds.items():
             short.clear()
@@ -219,7 +223,8 @@ def main(tiny: str, out: str) -> None:
             played[case, name] = (*play(engine, kind, sessions, **knobs), list(short))
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    for seed, few_blocks in itertools.product(range(8), (60, 12)):
+    for seed, few_blocks in itertools.product(range(8), (200, 60, 12)):
+        scheduler.AHEAD = 1 + 3 * (seed % 2)
         for name, kind in {"vLLM's": AsyncScheduler, "ours": lean_scheduler(True)}.items():
             played[f"ahead {seed} {few_blocks}", name] = ahead(engine, kind, seed, few_blocks)
     Path(out).write_bytes(pickle.dumps(played))
@@ -243,19 +248,33 @@ def test_same_tokens_log_probs_and_ends(played, case):
     assert our_preempted == preempted and (preempted > 0) == (case == "too few blocks")
 
 
-@pytest.mark.parametrize("few_blocks", [60, 12])
+@pytest.mark.parametrize("few_blocks", [200, 60, 12])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_same_when_steps_are_scheduled_ahead(played, seed, few_blocks):
-    (theirs, steps, preempted), (ours, our_steps, our_preempted) = (played[f"ahead {seed} {few_blocks}", name] for name in ("vLLM's", "ours"))
+    (theirs, steps, preempted, cached), (ours, our_steps, our_preempted, ours_cached) = (played[f"ahead {seed} {few_blocks}", name] for name in ("vLLM's", "ours"))
     assert ours == theirs and our_steps == steps and our_preempted == preempted
+    assert few_blocks < 200 or ours_cached == cached > 10, "blocks that decoding filled are found by later prompts"
     assert len(theirs) > 15 and (preempted > 0) == (few_blocks == 12)
 
 
 def test_steady_decoding_takes_the_short_way(played):
     """Otherwise the test above compares vLLM with itself."""
     _, steps, _, short = played["all decode", "ours"]
-    assert len(short) >= len(steps) - 2 and max(short) >= 11
+    assert len(short) >= len(steps) - 2 and max(short)[0] >= 11
+    assert sum(together for _, together in short) > 0.9 * len(short), "the cohort's steps"
     assert not played["all decode", "vLLM's"][3]
+
+
+def test_tokens_that_went_round_a_cohorts_ring_come_back_in_order():
+    request = SimpleNamespace(request_id="1", num_computed_tokens=3, _output_token_ids=[], num_output_placeholders=0, max_tokens=99, sampling_params=SimpleNamespace(eos_token_id=None, stop_token_ids=[]))
+    cohort, given, known = scheduler.Cohort([request], every=4, longest=200), [], 0
+    for step in range(1, 100):
+        cohort.tokens[0, cohort.done % cohort.width] = step
+        cohort.done += 1
+        if step % 7 == 0:
+            given += cohort.taken(cohort.tokens[0], known)
+            known = step
+    assert len(given) > 3 * cohort.width and given == list(range(1, len(given) + 1))
 
 
 def test_stop_token_ends_a_request(played):
