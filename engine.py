@@ -4,7 +4,9 @@ Every private name of vLLM that Lockstep touches is in the shim at the top.
 """
 import asyncio
 import contextlib
+import copy
 import gc
+import itertools
 import os
 import time
 
@@ -13,7 +15,9 @@ import torch.distributed as dist
 
 from agent import Reply, stop_token_ids
 from decoding import capture_sizes, lean_sampler, use_decode_kernel
+from rollout import check_gpu_memory
 from scheduler import OUTCOME, lean_scheduler
+from sync_weights import Copies, check_heads
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
 KERNEL_VERSIONS = ((0, 26), (0, 27))  # the same for what replaces kernels of vLLM, which are on GPUs only
@@ -84,12 +88,39 @@ def tensor_parallel_ranks():
     return get_tp_group()
 
 
-def sampling_params(**kwargs):
-    """What every request asks for: the sampled tokens and their log-probs, once they are all there."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+def sampling_params(llm, temperature: float, top_p: float, top_k: int, ignore_eos: bool, *stop_token_ids: int):
+    """What requests of a kind ask for, as vLLM's front end checks and completes it: the sampled tokens and their log-probs, once they are all there."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    return SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True, **kwargs)
+    kind = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "ignore_eos": ignore_eos, "stop_token_ids": list(stop_token_ids), "max_tokens": 1, "seed": 0}
+    params = SamplingParams(**kind, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+    return llm.llm_engine.input_processor.process_inputs("0", {"prompt_token_ids": [0]}, params, llm.llm_engine.get_supported_tasks()).sampling_params
+
+
+def past_front_end(llm) -> bool:
+    """With a scheduler of scheduler.py's, whose requests end whole, vLLM's front end would only take 70 us of Python a request."""
+    return type(llm.llm_engine.engine_core.engine_core.scheduler).__module__ == lean_scheduler.__module__
+
+
+def give_orders(llm, requests: list[tuple], aborted: list[str]) -> None:
+    """Add requests, (name, tokens, params) each, then abort some. What vLLM's front end checks of them, `Engine.generate` did."""
+    if not past_front_end(llm):
+        for name, tokens, params in requests:
+            llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        return llm.llm_engine.abort_request(aborted)
+    from vllm.v1.request import Request
+
+    core = llm.llm_engine.engine_core.engine_core
+    for name, tokens, params in requests:
+        core.add_request(Request(request_id=name, prompt_token_ids=tokens, sampling_params=params, pooling_params=None, block_hasher=core.request_block_hasher))
+    llm.llm_engine.engine_core.abort_requests(aborted)
+
+
+def take_step(llm) -> list[tuple]:
+    """A step of vLLM; name, tokens, log-probs and finish reason of every request that ended."""
+    if past_front_end(llm):
+        return [(o.request_id, o.new_token_ids, o.kv_transfer_params[OUTCOME], str(o.finish_reason)) for o in llm.llm_engine.engine_core.get_output().outputs]
+    return [(out.request_id, list(o.token_ids), list(o.logprobs.logprobs), o.finish_reason) for out in llm.llm_engine.step() if out.finished for o in out.outputs]
 
 
 def asleep_bytes() -> int:
@@ -146,17 +177,18 @@ class Engine:
             scheduler_cls=lean_scheduler(asynchronous=torch.cuda.is_available()) if cfg.rollout.lean_scheduler else None,
         )
         if kernels:
-            lean_sampler(self.llm.llm_engine.model_executor.driver_worker.model_runner.sampler, cfg.rollout.tensor_model_parallel_size)
+            lean_sampler(self.llm.llm_engine.model_executor.driver_worker.model_runner.sampler)
         self.model = vllm_model(self.llm)
         forbid_tokens_from(self.model, self.num_tokens)
         self.ranks = tensor_parallel_ranks()
         self.follows = self.ranks.rank_in_group > 0
         self.dtype = getattr(torch, cfg.actor.dtype)
         self.weight_version = None  # training steps behind the weights it holds
+        self.copies, self.params = Copies(), {}  # ways of the weights into vLLM; what requests ask for, by their kind
         self.waiting: dict[str, asyncio.Future] = {}
         self.orders: tuple[list, list] = ([], [])  # requests to add and names to abort at the next turn
         self.news = None  # set when a session queued a request or ended
-        self.num_requests, self.idle_s = 0, 0.0
+        self.unfinished, self.numbers, self.idle_s = set(), itertools.count(1), 0.0  # names of the requests that vLLM has; of those to come, none of which it ever had; seconds
         self.state = "awake"
         self.sleep()
 
@@ -192,9 +224,7 @@ class Engine:
         """Write a stream of (Hugging Face name, tensor) into vLLM; returns vLLM's names of what was written."""
         if self.state != "loading":
             raise RuntimeError(f"vLLM is {self.state}: weights are loaded between waking them and waking the cache")
-        loaded = self.model.load_weights(weights)
-        finish_loading(self.llm)
-        return loaded
+        return self.copies.load(self.model, weights, lambda: finish_loading(self.llm))
 
     def wake_cache(self, weight_version: int) -> None:
         """Memory for the KV cache, and leave to generate. Nothing of older weights is in it: going to sleep cleared the prefix cache."""
@@ -205,23 +235,26 @@ class Engine:
         self.weight_version = weight_version
 
     async def generate(self, tokens: list[int], sampling, max_tokens: int, seed: int) -> Reply:
-        """Queue one request and wait until it is done; `drive` turns the engine. Cancelled, it leaves vLLM too."""
-        params = sampling_params(
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=max_tokens, seed=seed,
-            stop_token_ids=self.stop_token_ids, ignore_eos=self.cfg.rollout.ignore_eos,
-        )  # fmt: skip
-        self.num_requests += 1
-        name = str(self.num_requests)
+        """Queue one request and wait until it is done; `drive` turns the engine. Cancelled, it leaves vLLM too. ValueError when vLLM can't take it."""
+        longest = self.llm.llm_engine.model_config.max_model_len - 1
+        if not 0 < len(tokens) <= longest or not 0 <= min(tokens) <= max(tokens) < self.num_tokens:
+            ids = f"ids {min(tokens)} to {max(tokens)}" if tokens else "none"
+            raise ValueError(f"can't continue {len(tokens)} tokens, {ids}: vLLM takes 1 to {longest} tokens of ids 0 to {self.num_tokens - 1}")
+        kind = sampling.temperature, sampling.top_p, sampling.top_k, self.cfg.rollout.ignore_eos, *self.stop_token_ids
+        if kind not in self.params:
+            self.params[kind] = sampling_params(self.llm, *kind)
+        params = copy.copy(self.params[kind])  # takes a sixteenth of making it anew
+        params.max_tokens, params.seed = max_tokens, seed
+        name = str(next(self.numbers))
         self.waiting[name] = asyncio.get_running_loop().create_future()
         self.orders[0].append((name, tokens, params))
         self.news.set()
         try:
-            output, logprobs = await self.waiting[name]
+            reply = Reply(*await self.waiting[name])
         except asyncio.CancelledError:
             self.waiting.pop(name, None)
             self.orders[1].append(name)
             raise
-        reply = Reply(list(output.token_ids), logprobs, output.finish_reason)
         assert len(reply.tokens) == len(reply.logprobs), f"vLLM gave {len(reply.tokens)} tokens and {len(reply.logprobs)} log-probs"
         return reply
 
@@ -263,8 +296,11 @@ class Engine:
             job.add_done_callback(ended)
         try:
             while pending and not failed:
-                await asyncio.sleep(0)  # sessions queue their first turn, or the next one
-                if any(self.orders) or self.llm.llm_engine.has_unfinished_requests():
+                for _ in range(4):  # passes of the event loop, in which sessions start, and queue their first turn or the next one
+                    await asyncio.sleep(0)
+                    if work := bool(any(self.orders) or self.unfinished):
+                        break
+                if work:
                     self._lead()
                 elif pending and not failed:  # only tools and rewards are at work
                     start = time.perf_counter()
@@ -290,19 +326,17 @@ class Engine:
         """Tell the ranks of this engine what to do, and do it."""
         orders, self.orders = self.orders, ([], [])
         self.ranks.broadcast_object(orders)
-        for output in self._turn(*orders):
-            future = self.waiting.pop(output.request_id, None)
-            if future and not future.done():
-                future.set_result((output.outputs[0], (output.kv_transfer_params or {}).get(OUTCOME) or list(output.outputs[0].logprobs.logprobs)))
+        for name, *outcome in self._turn(*orders):
+            if (future := self.waiting.pop(name, None)) and not future.done():
+                future.set_result(outcome)
 
     def _turn(self, requests: list, aborted: list[str]) -> list:
-        """One step of vLLM, after adding and aborting what the leader says; the requests that it finished."""
-        engine = self.llm.llm_engine
-        for name, tokens, params in requests:
-            engine.add_request(name, {"prompt_token_ids": tokens}, params)
-        if aborted:
-            engine.abort_request(aborted)
-        return [output for output in engine.step() if output.finished] if engine.has_unfinished_requests() else []
+        """One step of vLLM, after adding and aborting what the leader says; what `take_step` says of the requests that it finished."""
+        give_orders(self.llm, requests, aborted)
+        self.unfinished = self.unfinished.union(name for name, *_ in requests).difference(aborted)
+        ended = take_step(self.llm) if self.unfinished else []
+        self.unfinished.difference_update(name for name, *_ in ended)
+        return ended
 
 
 @contextlib.contextmanager
@@ -332,24 +366,3 @@ def make_room() -> None:
     """Have torch give back what it keeps for the next update, unless the GPU has room for that and for what of vLLM is asleep."""
     if torch.cuda.mem_get_info()[0] < asleep_bytes() + SPARE:
         torch.cuda.empty_cache()
-
-
-def check_gpu_memory(cfg) -> None:
-    """ValueError when the GPU has less free than vLLM is to take."""
-    if not torch.cuda.is_available():
-        return
-    free, total = torch.cuda.mem_get_info()
-    if free < cfg.gpu_memory_utilization * total:
-        raise ValueError(
-            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization} asks for {cfg.gpu_memory_utilization * total / 2**30:.1f} GiB, but only {free / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB are free: lower it below {free / total:.2f}, or free the GPU"
-        )
-
-
-def check_heads(path: str, tensor_parallel: int) -> None:
-    """ValueError when the model's key-value heads can't be dealt out evenly: vLLM would copy some, and the sum of bits would not prove a sync."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % tensor_parallel:
-        raise ValueError(f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of actor.path={path}")

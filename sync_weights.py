@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from agent import Policy
 from batch import Task, Trajectory, gather
@@ -47,21 +49,109 @@ class Ledger:
         self.bits = 0  # a tensor while it adds up, so that the device is not waited for
 
     def record(self, weights):
-        for name, tensor in weights:
-            self.names.append(name)
-            self.bits = self.bits + bit_sum(tensor)
-            yield name, tensor
+        for batch in batches(weights, lambda weight: weight[1].numel()):
+            self.names += [name for name, _ in batch]
+            self.bits = self.bits + bit_sum(*(tensor for _, tensor in batch))  # before anyone else has it
+            while batch:
+                yield batch.pop(0)  # and is not kept
 
 
-SUMMED_AT_ONCE = 2**24  # elements: torch makes them int64 first
+SUMMED_AT_ONCE = 2**23  # elements, or copied: torch makes them int64 to add them up
 
 
-def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements, read as integers, added up. Fusing and splitting tensors, as vLLM does, leaves the sum as it is."""
-    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    parts = tensor.detach().contiguous().view(integers).flatten().split(SUMMED_AT_ONCE)
-    sums = [part.sum(dtype=torch.int64) for part in parts]
+def batches(items, size):
+    """Lists of neighbours, each full with the item that brings it to SUMMED_AT_ONCE: of a small tensor a call takes the host longer than the device."""
+    held, total = [], 0
+    for item in items:
+        held.append(item)
+        total += size(item)
+        del item
+        if total >= SUMMED_AT_ONCE:
+            yield held
+            held, total = [], 0
+    if held:
+        yield held
+
+
+def bit_sum(*tensors: torch.Tensor) -> torch.Tensor:
+    """The tensors' elements, read as integers, added up. Fusing and splitting tensors, as vLLM does, leaves the sum as it is."""
+    integers = {2: torch.int16, 4: torch.int32}
+    flat = [t.detach().reshape(-1).view(integers[t.element_size()]) for t in tensors]
+    parts = [part for t in flat for part in (t.split(SUMMED_AT_ONCE) if t.numel() > SUMMED_AT_ONCE else (t,))]
+    sums = [(batch[0] if len(batch) == 1 else torch.cat(batch)).sum(dtype=torch.int64) for batch in batches(parts, torch.Tensor.numel)]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+class Copies(TorchDispatchMode):
+    """Where each streamed tensor lands in vLLM: noted while vLLM's own code loads a stream, and done again at later syncs in a few calls, for that code
+    takes 0.1 ms of Python a tensor. Where it does anything but copy parts of the tensors, as they come, into parameters, it loads every stream. What vLLM
+    does once weights are loaded is left out when it had nothing to do with a parameter. The bits are compared either way."""
+
+    def __init__(self):
+        super().__init__()
+        self.parameters: dict[int, str] = {}  # names of vLLM's parameters by where they are: when one has moved, all is noted anew
+        self.places: dict[tuple, list] = {}  # of a streamed tensor's parts: the parameter, its slice, and the part's size, stride and offset
+        self.tensor, self.finishing, self.only_copies, self.finish_again = None, False, True, True
+
+    def load(self, model, weights, finish) -> set[str]:
+        """vLLM's names of what was written. `finish` is what vLLM does once weights are loaded."""
+        parameters = {where(p): name for name, p in model.named_parameters()}
+        if parameters == self.parameters and self.only_copies:
+            return self.load_again(model, weights, finish)
+        if parameters == self.parameters:
+            loaded = model.load_weights(weights)
+            finish()
+            return loaded
+        self.parameters, self.places, self.only_copies, self.finish_again, self.tensor = parameters, {}, True, False, None
+        with self:
+            loaded = model.load_weights(self.noted(weights))
+            self.finishing = True
+            finish()
+        self.finishing = False
+        written = {name for parts in self.places.values() for name, *_ in parts}
+        self.only_copies = self.only_copies and written == loaded & set(parameters.values())
+        return loaded
+
+    def noted(self, weights):
+        for name, tensor in weights:
+            self.tensor = name, tensor
+            yield name, tensor
+            self.tensor = None  # what happens until the next one is there is the actor's
+        self.tensor = "", torch.empty(0)  # and after the last one it is vLLM's
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.finishing:
+            self.finish_again |= any(isinstance(x, torch.Tensor) and where(x) in self.parameters for x in tree_leaves((args, kwargs)))
+        elif self.tensor and func is torch.ops.aten.copy_.default and where(args[0]) in self.parameters and where(args[1]) == where(self.tensor[1]):
+            (into, part), whole = args[:2], self.tensor[1]
+            self.places.setdefault(form(*self.tensor), []).append((self.parameters[where(into)], into, part.size(), part.stride(), part.storage_offset() - whole.storage_offset()))
+        elif self.tensor and func._schema.is_mutable and not (func is torch.ops.aten.fill_.Scalar and args[0].numel() == 0):
+            self.only_copies = False  # an empty fill_ is of a vocabulary that needs no padding
+        return func(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def load_again(self, model, weights, finish) -> set[str]:
+        loaded, finish_again = set(), self.finish_again
+        for batch in batches(weights, lambda weight: weight[1].numel()):
+            unknown = [weight for weight in batch if form(*weight) not in self.places]
+            if unknown:
+                loaded, finish_again = loaded | model.load_weights(unknown), True
+            parts = [(tensor, *part) for name, tensor in batch for part in self.places.get(form(name, tensor), ())]
+            loaded.update(name for _, name, *_ in parts)
+            if parts:
+                torch._foreach_copy_([into for _, _, into, *_ in parts], [t.as_strided(size, stride, t.storage_offset() + offset) for t, _, _, size, stride, offset in parts])
+            del batch, unknown, parts  # before the next tensors are there
+        if finish_again:
+            finish()
+        return loaded
+
+
+def where(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def form(name: str, tensor: torch.Tensor) -> tuple:
+    return name, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def sync_weights(actor, engine, cfg: SyncConfig, probe: list[Task]) -> dict[str, float]:
@@ -95,6 +185,8 @@ def check_coverage(engine, loaded: set[str], ledger: Ledger, actor) -> None:
 
 def held_bits(engine, parameters: dict) -> torch.Tensor:
     """The sum of all bits that this engine holds, over its ranks. Of a parameter that each of them holds whole, one counts."""
+    if engine.ranks.world_size == 1:
+        return bit_sum(*parameters.values())
     own = torch.stack([bit_sum(p) for p in parameters.values()])
     shards = [torch.empty_like(own) for _ in range(engine.ranks.world_size)]
     dist.all_gather(shards, own, group=engine.ranks.device_group)
@@ -159,3 +251,13 @@ def differing_tensors(actor, engine) -> str:
 def shares_layer(ours: str, theirs: str) -> bool:
     """Whether a vLLM parameter may hold this Hugging Face tensor: the same path up to the module that vLLM may have fused."""
     return ours.rsplit(".", 2)[0] == theirs.rsplit(".", 2)[0]
+
+
+def check_heads(path: str, tensor_parallel: int) -> None:
+    """ValueError when the model's key-value heads can't be dealt out evenly: vLLM would copy some, and the sum of bits would not prove a sync."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % tensor_parallel:
+        raise ValueError(f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of actor.path={path}")

@@ -14,6 +14,7 @@ from batch import Task, Trajectory
 from fakes import make_trajectory
 from rollout import Group, Rollout, ValConfig, check_groups, sample, usable
 from sync_weights import sync_weights
+from test_scheduler import Schedule, stock
 
 TASKS = [Task([{"role": "user", "content": f"{n}+7="}], "exact", "", index=n) for n in range(10, 16)]
 
@@ -36,6 +37,11 @@ def run(engine, tasks, step, sampling, scorer=Unscored()):
 
 def key(t):
     return t.uid, t.session_id, t.index
+
+
+def idle(engine):
+    """Neither vLLM's scheduler nor its front end has a request."""
+    return not engine.unfinished and not engine.llm.llm_engine.engine_core.engine_core.scheduler.requests and not engine.llm.llm_engine.has_unfinished_requests()
 
 
 def test_trajectories_come_in_submission_order_with_their_keys(cfg, awake):
@@ -325,7 +331,7 @@ def test_failed_session_fails_its_group_only_and_keeps_its_error(cfg, awake, mon
     assert [g.task for g in groups] == TASKS and [len(g.trajectories) for g in groups] == [4, 4, 3, 4, 4, 4]
     assert [t.session_id for t in groups[2].trajectories] == [0, 2, 3]
     assert len(groups[2].errors) == 1 and message in groups[2].errors[0] and groups[2].errors[0].count("\n") < 50
-    assert not awake.llm.llm_engine.has_unfinished_requests() and after[0].status == "finished"
+    assert idle(awake) and after[0].status == "finished"
 
 
 def test_session_that_swallows_its_cancellation_is_left_behind(cfg, awake, monkeypatch):
@@ -364,7 +370,7 @@ def test_cancelled_session_leaves_vllm(cfg, awake, monkeypatch):
     with knobs(awake, session_timeout_s=0.3) as sampling:
         groups = Rollout(awake, Unscored(), 0, sampling).run(TASKS[:2])
     assert [len(g.errors) for g in groups] == [4, 4]
-    assert not awake.llm.llm_engine.has_unfinished_requests() and not awake.waiting
+    assert idle(awake) and not awake.waiting
 
 
 def test_group_deadline_covers_the_scores(cfg, awake):
@@ -389,7 +395,7 @@ def test_raise_stops_with_the_agents_error_and_leaves_the_engine_usable(cfg, awa
         use_agent(patch, hangs)
         with pytest.raises(RuntimeError, match="had not ended after rollout.session_timeout_s=0.2"):
             Rollout(awake, Unscored(), 0, sampling).run(TASKS)
-    assert not awake.llm.llm_engine.has_unfinished_requests()
+    assert idle(awake)
     assert len(run(awake, TASKS, 0, cfg.rollout)) == 24
 
 
@@ -411,6 +417,86 @@ def test_prompt_longer_than_allowed_stops_the_run_and_names_the_row_and_both_len
     task = Task([{"role": "user", "content": "1+" * 30}], "exact", "", index=77)
     with pytest.raises(ValueError, match=r"row 77 has \d+ tokens, more than data.max_prompt_length=24"):
         run(awake, [task], 0, cfg.rollout)
+
+
+def test_requests_ask_for_what_vllms_front_end_makes_of_them(cfg, awake, tokenizer, monkeypatch):
+    """Copies of one request's, but for the length and the seed: field by field what each would be by itself."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    asked, turn = [], awake._turn
+    monkeypatch.setattr(awake, "_turn", lambda requests, aborted: asked.extend(requests) or turn(requests, aborted))
+    kinds = [dataclasses.replace(cfg.val, temperature=t, top_p=p, top_k=k) for t, p, k in [(1.0, 1.0, 0), (0.7, 0.9, 5), (0.0, 0.5, 3)]]
+    wanted = [(kind, max_tokens, seed) for kind in kinds for max_tokens, seed in [(3, 11), (7, 2**62)]] * 2
+    awake.drive([awake.generate([5, 6, 7], *want) for want in wanted])
+    assert len(asked) == len(wanted) == 12 and len({id(params) for _, _, params in asked}) == 12
+    for (kind, max_tokens, seed), (_, _, params) in zip(wanted, asked):
+        whole = SamplingParams(
+            temperature=kind.temperature, top_p=kind.top_p, top_k=kind.top_k, max_tokens=max_tokens, seed=seed, stop_token_ids=[tokenizer.eos_token_id], ignore_eos=False,
+            logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
+        )  # fmt: skip
+        engine = awake.llm.llm_engine
+        whole = engine.input_processor.process_inputs("1", {"prompt_token_ids": [5, 6, 7]}, whole, engine.get_supported_tasks()).sampling_params
+        assert {f: getattr(params, f) for f in params.__struct_fields__} == {f: getattr(whole, f) for f in whole.__struct_fields__}
+        assert params.sampling_type == whole.sampling_type and params.all_stop_token_ids == whole.all_stop_token_ids
+
+
+@pytest.mark.parametrize("tokens, found", [([], "0 tokens, none"), ([5] * 36, "36 tokens, ids 5 to 5"), ([5, 10**6, 6], "3 tokens, ids 5 to 1000000"), ([5, -1, 6], "3 tokens, ids -1 to 6")])
+def test_a_prompt_that_vllm_cannot_take_is_its_sessions_mistake_alone(cfg, awake, tokens, found):
+    """vLLM itself would stop the run, or look up rows that the embedding has not."""
+    async def session():
+        with pytest.raises(ValueError, match=f"can't continue {found}: vLLM takes 1 to 35 tokens of ids 0 to"):
+            await awake.generate(tokens, cfg.rollout, 1, 0)
+        return (await awake.generate([5] * 35, cfg.rollout, 1, 0)).tokens
+
+    assert [len(sampled) for sampled in awake.drive([session(), session()])] == [1, 1] and idle(awake)
+
+
+def test_sessions_are_the_same_by_vllms_front_end_and_past_it(cfg, awake, monkeypatch):
+    """Tokens, log-probs and ends; one is given up, one has a second turn. (vLLM's own scheduler has need of vLLM's front end.)"""
+    async def session(seed):
+        job = asyncio.ensure_future(awake.generate([5, 6, 7, seed], cfg.rollout, 12, seed))
+        if seed == 20:
+            await asyncio.sleep(0.001)
+            job.cancel()
+            return await asyncio.gather(job, return_exceptions=True) and None
+        reply = await job
+        return [reply, await awake.generate([5, 6, 7, seed, *reply.tokens], cfg.rollout, 3, seed)] if seed == 21 else reply
+
+    def replies(past):
+        with monkeypatch.context() as patch:
+            patch.setattr(awake.llm.llm_engine, "add_request", lambda *args, real=awake.llm.llm_engine.add_request: added.append(args) or real(*args))
+            with contextlib.nullcontext() if past else Schedule(awake, stock()):
+                result, core = awake.drive([session(seed) for seed in range(10, 40)]), awake.llm.llm_engine.engine_core
+                assert idle(awake)
+                while core.engine_core.scheduler.has_requests():  # ended ones, that the model runner is to hear of from the scheduler that had them
+                    core.get_output()
+        return result
+
+    added: list = []
+    ours = replies(True)
+    assert not added and {r.finish_reason for r in ours if hasattr(r, "finish_reason")} == {"stop", "length"}
+    assert replies(False) == ours and len(added) >= 30
+
+
+def test_only_waiting_for_tools_and_rewards_is_idle(cfg, awake, monkeypatch):
+    """Sessions that start, and tasks that they start in their turn, keep the host at work: no tool is waited for."""
+    async def works(task, policy, cfg):
+        time.sleep(0.02)
+        t = Trajectory(task)
+        t.observe(policy.encode(task.messages))
+        reply, _ = await asyncio.gather(policy.generate(t.tokens), asyncio.sleep(0))
+        t.act(reply.tokens, reply.logprobs)
+        return t
+
+    async def waits(task, policy, cfg):
+        await asyncio.sleep(0.2)
+        return await works(task, policy, cfg)
+
+    for agent, least, most in [(works, 0.0, 0.01), (waits, 0.15, 0.4)]:
+        use_agent(monkeypatch, agent)
+        run(awake, TASKS[:2], 0, cfg.rollout)
+        assert least <= awake.idle_s <= most, agent.__name__
 
 
 def make_groups(failures):

@@ -7,7 +7,7 @@ import torch
 
 from batch import Task
 from rollout import Rollout
-from sync_weights import SyncConfig, SyncError, bit_sum, sync_weights, tolerances
+from sync_weights import Copies, SyncConfig, SyncError, bit_sum, sync_weights, tolerances
 from test_actor import LOSS, sequences
 
 PROMPTS = [Task([{"role": "user", "content": f"{n}+1="}], "exact", "") for n in range(10, 14)]
@@ -33,6 +33,146 @@ def test_sum_of_bits_is_of_the_whole_tensor(monkeypatch):
     for at_once in (1, 7, 100, 1000):
         monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
         assert int(bit_sum(tensor)) == int(bit_sum(tensor.t())) == whole
+
+
+def test_sum_of_bits_of_many_tensors_is_that_of_each(monkeypatch):
+    """Small ones are added up together, of two types too."""
+    tensors = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (1, 2, 40, 7, 30) for dtype in (torch.bfloat16, torch.float32)]
+    each = sum(int(t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).long().sum()) for t in tensors)
+    for at_once in (1, 7, 100, 1000):
+        monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
+        assert int(bit_sum(*tensors)) == each
+
+
+def loads(engine, monkeypatch):
+    """The numbers of tensors that vLLM's own loader is given from now on, in one call each; and nothing is noted yet."""
+    monkeypatch.setattr(engine, "copies", Copies())
+    real, calls = engine.model.load_weights, []
+
+    def counted(weights):
+        calls.append(0)
+
+        def each():
+            for weight in weights:
+                calls[-1] += 1
+                yield weight
+
+        return real(each())
+
+    monkeypatch.setattr(engine.model, "load_weights", counted)
+    return calls
+
+
+def held(engine):
+    return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+
+@pytest.mark.parametrize("at_once", [1, 5000, 2**23])
+def test_a_later_sync_does_vllms_copies_without_its_loader(cfg, tokenizer, engine, actor, monkeypatch, at_once):
+    """Of new weights, whatever is copied at once; what vLLM holds is what its own loader makes of them."""
+    monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
+    calls = loads(engine, monkeypatch)
+    sync_weights(actor, engine, cfg.sync, [])
+    before = held(engine)
+    for _ in range(2):
+        engine.sleep()
+        train_once(actor, tokenizer)
+        sync_weights(actor, engine, cfg.sync, PROMPTS)
+    assert calls == [len(list(actor.model.parameters()))]
+    copied = held(engine)
+    engine.model.load_weights(actor.weights(engine.dtype))
+    loaded = held(engine)
+    assert all(torch.equal(copied[name], loaded[name]) and not torch.equal(copied[name], before[name]) for name in loaded)
+
+
+def test_a_wrong_copy_is_found_by_its_bits(cfg, tokenizer, engine, actor, monkeypatch):
+    loads(engine, monkeypatch)
+    sync_weights(actor, engine, cfg.sync, [])
+    [key] = [key for key in engine.copies.places if key[0] == "model.layers.1.self_attn.v_proj.weight"]
+    [(parameter, into, *part)] = engine.copies.places[key]
+    engine.copies.places[key] = [(parameter, into.clone(), *part)]
+    engine.sleep()
+    train_once(actor, tokenizer)
+    with pytest.raises(SyncError, match=r"vLLM holds other bits.*1 of the actor's tensors were different: model.layers.1.self_attn.v_proj.weight"):
+        sync_weights(actor, engine, cfg.sync, [])
+    reset(engine)
+
+
+def test_a_tensor_of_another_form_goes_through_vllms_loader(cfg, engine, actor, monkeypatch):
+    calls = loads(engine, monkeypatch)
+    sync_weights(actor, engine, cfg.sync, [])
+    engine.sleep()
+    with_stream(actor, monkeypatch, lambda ws: ((n, w.t().contiguous().t() if "down_proj" in n else w) for n, w in ws))
+    sync_weights(actor, engine, cfg.sync, PROMPTS)
+    assert calls[1:] == [2]  # one a layer, in one batch
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_parts_of_a_tensor_land_where_the_loader_put_them_unless_it_does_more(adds):
+    """A loader that cuts and turns what it gets is done without; one that also counts on it, which no place tells, is not."""
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.top, self.turned, self.calls = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3, 2)), 0
+
+        @torch.no_grad()
+        def load_weights(self, weights):
+            self.calls += 1
+            for _, w in weights:
+                self.top.copy_(w[:2])
+                self.turned[:, :].copy_(w[2:].t())
+                if adds:
+                    self.top.add_(1)
+            return {"top", "turned"}
+
+    model, copies = Model(), Copies()
+    for n in range(3):
+        whole = torch.arange(40.0).view(8, 5)[2:6, 1:4] + n  # a view, as parts of FSDP's are
+        assert copies.load(model, [("whole", whole)], lambda: None) == {"top", "turned"}
+        assert torch.equal(model.top, whole[:2] + adds) and torch.equal(model.turned, whole[2:].t())
+    assert model.calls == (3 if adds else 1)
+
+
+@pytest.mark.parametrize("way", ["changes", "keeps"])
+def test_a_loader_that_does_more_than_copies_loads_every_stream(cfg, engine, actor, monkeypatch, way):
+    """One that makes tensors of its own of what it gets, or writes when it has seen all; the stream's own work is not the loader's."""
+    calls = loads(engine, monkeypatch)
+    real = engine.model.load_weights
+    monkeypatch.setattr(engine.model, "load_weights", lambda ws: real(((n, w.clone()) for n, w in ws) if way == "changes" else list(ws)))
+    for _ in range(3):
+        sync_weights(actor, engine, cfg.sync, [])
+        engine.sleep()
+    assert calls == [len(list(actor.model.parameters()))] * 3
+
+
+def test_copies_are_noted_anew_when_a_parameter_has_moved(cfg, tokenizer, engine, actor, monkeypatch):
+    calls = loads(engine, monkeypatch)
+    sync_weights(actor, engine, cfg.sync, [])
+    for _ in range(2):
+        engine.sleep()
+        if len(calls) == 1:
+            moved = engine.model.get_parameter("model.layers.0.mlp.down_proj.weight")
+            moved.data = moved.data.clone()
+        train_once(actor, tokenizer)
+        sync_weights(actor, engine, cfg.sync, PROMPTS)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("touches", [False, True])
+def test_what_follows_on_loading_is_left_out_only_when_no_parameter_is_in_it(cfg, engine, actor, monkeypatch, touches):
+    """vLLM makes other forms of some models' weights then, which must follow the weights; of most it does nothing but to set constants."""
+    loads(engine, monkeypatch)
+    weight, scale, done = engine.model.get_parameter("model.norm.weight"), torch.zeros(()), []
+
+    def finish(llm):
+        scale.fill_(1.0)
+        done.append(weight.detach().float() * 2 if touches else None)
+
+    monkeypatch.setattr("engine.finish_loading", finish)
+    for _ in range(3):
+        sync_weights(actor, engine, cfg.sync, [])
+        engine.sleep()
+    assert len(done) == (3 if touches else 1)
 
 
 def test_no_probe_no_generation(cfg, engine, actor):

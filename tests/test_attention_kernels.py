@@ -1,0 +1,84 @@
+"""The backward of packed attention in Triton's interpreter, against autograd of plain attention with an explicit mask."""
+import os
+import subprocess
+import sys
+
+import torch
+from conftest import ROOT
+
+import attention_kernels
+
+INTERPRETED = """
+import sys
+sys.path[:0] = [{root!r}]
+import torch
+import attention_kernels
+
+torch.manual_seed(0)
+boundaries = lambda sizes: torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+
+def check(own, prompts, responses, heads, kv_heads, size, tiles, spread=False):
+    "own: lengths of sequences; or lengths of prompts, and of each prompt's responses."
+    if prompts:
+        own = [*prompts, *sum(responses, [])]
+    tokens, n = sum(own), sum(prompts)
+    mask, at = torch.zeros(tokens, tokens, dtype=torch.bool), 0
+    for length in own:
+        mask[at : at + length, at : at + length] = torch.ones(length, length, dtype=torch.bool).tril()
+        at += length
+    first, at = 0, n
+    for prompt, lengths in zip(prompts, responses):
+        mask[at : at + sum(lengths), first : first + prompt] = True
+        first, at = first + prompt, at + sum(lengths)
+    q, k, v, grad = (torch.randn(tokens, h, size) for h in (heads, kv_heads, kv_heads, heads))
+    for x in (q, k, v):
+        x.requires_grad_()
+    group = heads // kv_heads
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * 0.3
+    scores = scores.masked_fill(~mask, -torch.inf)
+    out, lse = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1)), scores.logsumexp(-1)
+    expected = torch.autograd.grad(out, (q, k, v), grad)
+    if spread:  # as the model has them: heads before tokens in memory, and numbers between
+        q, k, out, grad = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, out, grad))
+        v, lse = torch.cat([v, v + torch.nan], 1)[:, :kv_heads], torch.cat([lse, lse + torch.nan], 1)[:, :tokens]
+    given = [x.detach() for x in (grad, q, k, v, out, lse)]
+    if prompts:
+        of_prompts = [sum(lengths) for lengths in responses]
+        sizes = boundaries(own), boundaries(of_prompts), boundaries(prompts), n, max(own), max(of_prompts), max(prompts)
+    else:
+        sizes = *[boundaries(own)] * 3, 0, max(own), 0, 0
+    ours = attention_kernels.flash_backward(*given, *sizes, 0.3, tiles)
+    for name, one, other in zip(("dq", "dk", "dv"), ours, expected):
+        assert one.is_contiguous() and one.shape == other.shape and one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text: f"{{name}} of {{own}}, {{prompts}}, {{responses}}, {{heads}}, {{kv_heads}}: {{text}}")
+
+def tiles(m, n, two_loops, m2, n2, two_loops2):
+    return dict(queries=(m, n, 4, 2, two_loops), keys=(m2, n2, 4, 2, two_loops2))
+
+small, other, uneven, large = tiles(32, 16, True, 16, 32, True), tiles(32, 32, False, 32, 16, False), tiles(64, 32, True, 32, 64, True), tiles(128, 64, True, 64, 128, True)
+check([1], [], [], 1, 1, 16, small)
+check([33], [], [], 2, 1, 16, small)
+check([130], [], [], 2, 1, 32, large)
+for heads, kv_heads, given in [(2, 2, small), (4, 2, other), (6, 2, uneven), (3, 1, small), (2, 1, large), (1, 1, other)]:  # groups of 1, 2 and 3
+    check([1, 5, 64, 65, 130], [], [], heads, kv_heads, 16, given, spread=heads % 2 == 0)
+    for split in (1024, 50):  # with all of a prompt's responses in one program, and in several
+        attention_kernels.SPLIT = split
+        check([], [3, 70], [[30, 1, 65], [40, 7]], heads, kv_heads, 16, given, spread=heads == 3)
+attention_kernels.SPLIT = 10
+check([], [64], [[64]], 2, 1, 16, small)
+check([], [3, 70, 16], [[5], [64, 33, 1], [32, 32]], 4, 2, 16, small)
+check([], [1, 2, 40], [[1], [90], [2, 3]], 6, 2, 16, other)
+check([1] * 150 + [20, 3] * 3, [], [], 1, 1, 16, large)  # more sequences than are looked up at a time
+check([], [2, 5] * 70, [[1, 3], [4]] * 70, 2, 1, 16, large)
+"""
+
+
+def test_backward_gives_what_autograd_does():
+    """In a process of its own: the interpreter is chosen before Triton is imported."""
+    done = subprocess.run([sys.executable, "-c", INTERPRETED.format(root=str(ROOT))], capture_output=True, text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_backward_serves_what_it_was_written_for():
+    for heads, size, dtype in [(16, 128, torch.float32), (16, 256, torch.bfloat16), (16, 80, torch.float16), (130, 64, torch.bfloat16), (2, 128, torch.bfloat16)]:
+        assert not attention_kernels.serves(torch.zeros(1, heads, size, dtype=dtype), torch.zeros(1, 1, size, dtype=dtype)), "the last for want of a GPU alone"
