@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from agent import Reply, stop_token_ids
 from decoding import capture_sizes, lean_sampler, use_decode_kernel
-from rollout import check_gpu_memory
+from memory import check_gpu_memory
 from scheduler import OUTCOME, lean_scheduler
 from sync_weights import Copies, check_heads
 

@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from advantage import set_baselines
 from agent import Policy, PromptTooLong, decode, find_agent, session_seed
 from batch import Task, Trajectory, gather, group_kind, prompt_uid, rank_share
@@ -88,17 +86,6 @@ def check_sampling(cfg: RolloutConfig | ValConfig, group: str) -> None:
         raise ValueError(f"{group}.n={cfg.n} must be at least 1, {group}.temperature={cfg.temperature} a number that is not negative")
     if not 0 < cfg.top_p <= 1 or cfg.top_k < 0:
         raise ValueError(f"{group}.top_p={cfg.top_p} must be above 0 and at most 1, {group}.top_k={cfg.top_k} not negative")
-
-
-def check_gpu_memory(cfg) -> None:
-    """ValueError when the GPU has less free than vLLM is to take."""
-    if not torch.cuda.is_available():
-        return
-    free, total = torch.cuda.mem_get_info()
-    if free < cfg.gpu_memory_utilization * total:
-        raise ValueError(
-            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization} asks for {cfg.gpu_memory_utilization * total / 2**30:.1f} GiB, but only {free / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB are free: lower it below {free / total:.2f}, or free the GPU"
-        )
 
 
 @dataclass
