@@ -102,6 +102,11 @@ def flash_attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, cu_own: torch.Tensor, cu_responses: torch.Tensor, cu_prompts: torch.Tensor,
     num_prompt_tokens: int, longest_own: int, longest_responses: int, longest_prompt: int, scale: float, left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    if left < 0 and q.is_cuda:
+        import attention_kernels
+
+        if attention_kernels.serves(q, k):
+            return attention_kernels.flash_backward(grad, q, k, v, out, lse, cu_own, cu_responses, cu_prompts, num_prompt_tokens, scale)
     n, grad = num_prompt_tokens, grad.contiguous()
     dq, dk, dv = flash_backward(grad, q, k, v, out, lse, cu_own, cu_own, longest_own, longest_own, True, scale, left)
     if n:

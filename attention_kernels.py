@@ -9,18 +9,16 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-TILES = {  # of each head size: rows, keys, warps, stages, and whether steps that need no mask get a loop of their own, of the two kernels
-    64: {"queries": (128, 64, 4, 3, True), "keys": (64, 128, 8, 2, True)},
-    128: {"queries": (128, 64, 8, 2, True), "keys": (64, 128, 8, 2, True)},
+TILES = {  # of each head size: rows, keys, warps and stages of the two kernels, the fastest of six on an H200; with 128 registers two programs of eight warps have room on a multiprocessor
+    64: {"queries": (128, 64, 8, 3, 128), "keys": (64, 64, 4, 3)},
+    128: {"queries": (128, 32, 8, 3, 128), "keys": (64, 128, 8, 3)},
 }
-SPLIT = 1024  # responses' tokens that one program takes of a prompt's keys: about as long as the other programs are at it
 
 
 def serves(q, k) -> bool:
     """Whether flash_backward takes these, on this GPU: it is written for the shared memory of Hopper and what came after it in data centers."""
-    if q.dtype != torch.bfloat16 or q.size(-1) not in TILES or q.size(1) // k.size(1) > 64 or not q.is_cuda:
-        return False
-    return torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin >= 232448
+    known = q.is_cuda and q.dtype == torch.bfloat16 and q.size(-1) in TILES and q.size(1) // k.size(1) <= 64
+    return known and torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin >= 232448
 
 
 @triton.jit
@@ -45,13 +43,11 @@ def table_kernel(table, cu_own, num_own, cu_responses, cu_prompts, num_prompts, 
     s = last_not_after(cu_own, num_own, p, block, 1)
     own, end = tl.load(cu_own + s), tl.load(cu_own + s + 1)
     other, other_end = 0, 0
-    if num_prompt_tokens > 0:
-        if of_keys == 1:
-            if s < num_prompts:
-                other, other_end = num_prompt_tokens + tl.load(cu_responses + s), num_prompt_tokens + tl.load(cu_responses + s + 1)
-        elif s >= num_prompts:
-            prompt = last_not_after(cu_responses, num_prompts, own - num_prompt_tokens, 1, 0)
-            other, other_end = tl.load(cu_prompts + prompt), tl.load(cu_prompts + prompt + 1)
+    if (s < num_prompts) & (of_keys == 1):
+        other, other_end = num_prompt_tokens + tl.load(cu_responses + s), num_prompt_tokens + tl.load(cu_responses + s + 1)
+    if (num_prompts > 0) & (s >= num_prompts) & (of_keys == 0):
+        prompt = last_not_after(cu_responses, num_prompts, own - num_prompt_tokens, 1, 0)
+        other, other_end = tl.load(cu_prompts + prompt), tl.load(cu_prompts + prompt + 1)
     row = table + (of_keys * tl.num_programs(0) + p) * 8
     tl.store(row, own + (p - own // block - s) * block)
     tl.store(row + 1, own)
@@ -67,16 +63,12 @@ def rows_at(x, token, head, token_stride, head_stride, r, d, G: tl.constexpr):
 
 
 @triton.jit
-def add_keys(dq, q, grad, lse, delta, limit, k, v, k_stride, v_stride, start, end, scale, n, d, MASKED: tl.constexpr):
-    """dq [M, D] and what keys from `start` on add. With a mask, keys before `end` count, and for each row those up to its limit."""
+def add_keys(dq, q, grad, lse, delta, limit, k, v, k_stride, v_stride, start, end, scale, n, d):
+    """dq [M, D] and what keys from `start` on, before `end`, add: for each row those up to its limit."""
     keys, k_at, v_at = start + n, k + start.to(tl.int64) * k_stride + n[:, None] * k_stride + d[None, :], v + start.to(tl.int64) * v_stride + n[:, None] * v_stride + d[None, :]
-    if MASKED:
-        k_tile, v_tile = tl.load(k_at, mask=(keys < end)[:, None], other=0.0), tl.load(v_at, mask=(keys < end)[:, None], other=0.0)
-    else:
-        k_tile, v_tile = tl.load(k_at), tl.load(v_at)
+    k_tile, v_tile = tl.load(k_at, mask=(keys < end)[:, None], other=0.0), tl.load(v_at, mask=(keys < end)[:, None], other=0.0)
     p = tl.exp2(tl.dot(q, tl.trans(k_tile)) * scale - lse[:, None])  # [M, N]
-    if MASKED:
-        p = tl.where(keys[None, :] <= limit[:, None], p, 0.0)
+    p = tl.where(keys[None, :] <= limit[:, None], p, 0.0)
     ds = p * (tl.dot(grad, tl.trans(v_tile)) - delta[:, None])
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq)
 
@@ -84,7 +76,7 @@ def add_keys(dq, q, grad, lse, delta, limit, k, v, k_stride, v_stride, start, en
 @triton.jit(do_not_specialize=["lse_stride", "num_tokens"])
 def queries_kernel(
     dq, statistics, table, q, k, v, out, grad, lse, q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, grad_token, grad_head, lse_stride, num_tokens, scale,
-    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TWO_LOOPS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of a key and value head, and what the keys' kernel has to know of each: its log-sum-exp and the sum of out * grad."""
     head, row = tl.program_id(0), table + (tl.num_programs(1) - 1 - tl.program_id(1)) * 8  # those that see most come last in their sequence: they begin first
@@ -104,17 +96,11 @@ def queries_kernel(
     k += head.to(tl.int64) * k_head
     v += head.to(tl.int64) * v_head
     sum_q, last = tl.zeros([M, D], tl.float32), tl.minimum(begin + M // G, end)
-    full, other_full = 0, 0  # tiles of keys that all of the block sees: all but those of the diagonal and of a prompt's end
-    if TWO_LOOPS:
-        full, other_full = (begin - own) // N, (other_end - other) // N
-        for i in range(full + other_full):
-            start = tl.where(i < full, own + i * N, other + (i - full) * N)
-            sum_q = add_keys(sum_q, q_tile, grad_tile, lse_row, delta, query, k, v, k_token, v_token, start, 0, scale * LOG2E, n, d, False)
-    rest, other_rest = tl.cdiv(last - own, N) - full, tl.cdiv(other_end - other, N) - other_full
-    for i in range(rest + other_rest):
-        start, stop = tl.where(i < rest, own + (full + i) * N, other + (other_full + i - rest) * N), tl.where(i < rest, last, other_end)
-        limit = tl.where(i < rest, query, other_end - 1)
-        sum_q = add_keys(sum_q, q_tile, grad_tile, lse_row, delta, limit, k, v, k_token, v_token, start, stop, scale * LOG2E, n, d, True)
+    steps, other_steps = tl.cdiv(last - own, N), tl.cdiv(other_end - other, N)  # of own keys, and of the prompt's
+    for i in range(steps + other_steps):
+        start, stop = tl.where(i < steps, own + i * N, other + (i - steps) * N), tl.where(i < steps, last, other_end)
+        limit = tl.where(i < steps, query, other_end - 1)
+        sum_q = add_keys(sum_q, q_tile, grad_tile, lse_row, delta, limit, k, v, k_token, v_token, start, stop, scale * LOG2E, n, d)
     heads = tl.num_programs(0) * G
     tl.store(rows_at(dq, begin, head, heads * D, D, r, d, G), (sum_q * scale).to(dq.dtype.element_ty), mask=inside[:, None])
 
@@ -122,33 +108,30 @@ def queries_kernel(
 @triton.jit
 def add_queries(
     dk, dv, k, v, keys, q, grad, lse, delta, q_token, q_head, grad_token, grad_head, start, end, head, above, scale, r, d,
-    G: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
+    G: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [N, D] and what queries from `start` on, before `end`, add. With a mask, each sees keys up to itself and `above` more."""
+    """dk and dv [N, D] and what queries from `start` on, before `end`, add. Each sees keys up to itself and `above` more."""
     query = start + r // G
     inside = (query < end) & (r < M // G * G)
     q_tile = tl.load(rows_at(q, start, head, q_token, q_head, r, d, G), mask=inside[:, None], other=0.0)  # [M, D]
+    grad_tile = tl.load(rows_at(grad, start, head, grad_token, grad_head, r, d, G), mask=inside[:, None], other=0.0)
     lse_row = tl.load(lse + start.to(tl.int64) * G + r, mask=inside, other=float("inf"))
     p = tl.exp2(tl.dot(k, tl.trans(q_tile)) * scale - lse_row[None, :])  # [N, M]
-    if MASKED:
-        p = tl.where(keys[:, None] <= (query + above)[None, :], p, 0.0)
-    grad_tile = tl.load(rows_at(grad, start, head, grad_token, grad_head, r, d, G), mask=inside[:, None], other=0.0)
-    dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv)
-    ds = p * (tl.dot(v, tl.trans(grad_tile)) - tl.load(delta + start.to(tl.int64) * G + r, mask=inside, other=0.0)[None, :])
+    p = tl.where(keys[:, None] <= (query + above)[None, :], p, 0.0)
+    dp = tl.dot(v, tl.trans(grad_tile))
+    dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv)  # under way while ds is found
+    ds = p * (dp - tl.load(delta + start.to(tl.int64) * G + r, mask=inside, other=0.0)[None, :])
     return tl.dot(ds.to(q_tile.dtype), q_tile, dk), dv
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_prompt_tokens", "splits", "prompt_programs"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def keys_kernel(
-    dk, dv, parts, statistics, table, q, k, v, grad, q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head, num_tokens, num_prompt_tokens, splits, prompt_programs,
-    scale, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TWO_LOOPS: tl.constexpr,
+    dk, dv, statistics, table, q, k, v, grad, q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head, num_tokens, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys of a head. Prompts' come first and have `splits` programs, each of which takes its part of the responses."""
-    head, p = tl.program_id(0), tl.program_id(1)
-    more = (splits - 1) * prompt_programs
-    split, p = tl.where(p < more, 1 + p // prompt_programs, 0), tl.where(p < more, p % prompt_programs, p - more)
-    row = table + p * 8
-    begin, end, first, other_end = tl.load(row), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    """dk and dv of a block of keys of a head. Prompts', which all of their responses see, come first and begin first."""
+    head, row = tl.program_id(0), table + tl.program_id(1) * 8
+    begin, end, other, other_end = tl.load(row), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     if begin >= end:
         return
     r, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
@@ -157,53 +140,25 @@ def keys_kernel(
     v_tile = tl.load(v + begin.to(tl.int64) * v_token + head.to(tl.int64) * v_head + n[:, None] * v_token + d[None, :], mask=(keys < end)[:, None], other=0.0)
     lse = statistics + head.to(tl.int64) * num_tokens * G
     delta = lse + tl.num_programs(0).to(tl.int64) * num_tokens * G
-    share = tl.cdiv(tl.cdiv(other_end - first, splits), step) * step
-    other = first + split * share
-    other_end = tl.minimum(other + share, other_end)
-    own = tl.where(split == 0, tl.cdiv(end - begin, step), 0)  # steps
-    num = own + tl.maximum(tl.cdiv(other_end - other, step), 0)
-    sum_k, sum_v, masked = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32), num
-    if TWO_LOOPS:
-        masked = tl.minimum(own, (N + step - 1) // step)  # of the diagonal
-    for i in range(masked):
+    own = tl.cdiv(end - begin, step)  # steps over queries of its own sequence
+    num = own + tl.cdiv(other_end - other, step)
+    sum_k, sum_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    for i in range(num):
         start, stop, above = tl.where(i < own, begin + i * step, other + (i - own) * step), tl.where(i < own, end, other_end), tl.where(i < own, 0, num_tokens)
-        sum_k, sum_v = add_queries(sum_k, sum_v, k_tile, v_tile, keys, q, grad, lse, delta, q_token, q_head, grad_token, grad_head, start, stop, head, above, scale * LOG2E, r, d, G, M, True)
-    if TWO_LOOPS:
-        for i in range(masked, num):
-            start, stop = tl.where(i < own, begin + i * step, other + (i - own) * step), tl.where(i < own, end, other_end)
-            sum_k, sum_v = add_queries(sum_k, sum_v, k_tile, v_tile, keys, q, grad, lse, delta, q_token, q_head, grad_token, grad_head, start, stop, head, 0, scale * LOG2E, r, d, G, M, False)
+        sum_k, sum_v = add_queries(sum_k, sum_v, k_tile, v_tile, keys, q, grad, lse, delta, q_token, q_head, grad_token, grad_head, start, stop, head, above, scale * LOG2E, r, d, G, M)
     heads, inside = tl.num_programs(0), (keys < end)[:, None]
     at = ((begin.to(tl.int64) * heads + head) * D + n[:, None] * heads * D) + d[None, :]
-    if (splits > 1) & (begin < num_prompt_tokens):
-        size = heads.to(tl.int64) * D * num_prompt_tokens
-        tl.store(parts + split * 2 * size + at, sum_k * scale, mask=inside)
-        tl.store(parts + (split * 2 + 1) * size + at, sum_v, mask=inside)
-    else:
-        tl.store(dk + at, (sum_k * scale).to(dk.dtype.element_ty), mask=inside)
-        tl.store(dv + at, sum_v.to(dv.dtype.element_ty), mask=inside)
+    tl.store(dk + at, (sum_k * scale).to(dk.dtype.element_ty), mask=inside)
+    tl.store(dv + at, sum_v.to(dv.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["size", "splits"])
-def sum_kernel(dk, dv, parts, size, splits, BLOCK: tl.constexpr):
-    of_v, at = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(splits):
-        total += tl.load(parts + (i * 2 + of_v).to(tl.int64) * size + at, mask=at < size, other=0.0)
-    if of_v == 1:
-        tl.store(dv + at, total.to(dv.dtype.element_ty), mask=at < size)
-    else:
-        tl.store(dk + at, total.to(dk.dtype.element_ty), mask=at < size)
-
-
-def flash_backward(
-    grad, q, k, v, out, lse, cu_own, cu_responses, cu_prompts, num_prompt_tokens: int, longest_own: int, longest_responses: int, longest_prompt: int, scale: float, tiles: dict | None = None
-):  # fmt: skip
+def flash_backward(grad, q, k, v, out, lse, cu_own, cu_responses, cu_prompts, num_prompt_tokens: int, scale: float, tiles: dict | None = None):
     """(dq, dk, dv), as of attention.flash_attention_backward: every token sees its own sequence up to itself, and with prompts that are shared, which are the first
     num_prompt_tokens tokens, the other sequences see all of their prompt. lse [H, T] and out [T, H, D] are the whole attention's."""
     grad, q, k, v, out, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, out, lse))
     (tokens, heads, size), kv_heads, num_own, num_prompts = q.shape, k.size(1), len(cu_own) - 1, len(cu_prompts) - 1 if num_prompt_tokens else 0
     group, tiles = heads // kv_heads, tiles or TILES[size]
-    (m, n, warps, stages, two_loops), of_keys = tiles["queries"], tiles["keys"]
+    (m, n, warps, stages, registers), of_keys = tiles["queries"], tiles["keys"]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     statistics = torch.empty(2, kv_heads, tokens, group, dtype=torch.float32, device=q.device)
     programs = [tokens // block + num_own for block in (m // group, of_keys[1])]
@@ -212,19 +167,10 @@ def flash_backward(
     strides = {name: x.stride()[:2] for name, x in (("q", q), ("k", k), ("v", v), ("out", out), ("grad", grad))}
     queries_kernel[(kv_heads, programs[0])](
         dq, statistics, table[0], q, k, v, out, grad, lse, *strides["q"], *strides["k"], *strides["v"], *strides["out"], *strides["grad"], lse.stride(0), tokens, scale,
-        G=group, D=size, M=m, N=n, TWO_LOOPS=two_loops, num_warps=warps, num_stages=stages,
+        G=group, D=size, M=m, N=n, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
-    m, n, warps, stages, two_loops = of_keys
-    splits = 1
-    if num_prompts:  # a prompt's keys have all of its responses to sum over: their programs would be the last to end. Not where the parts' sums would get large
-        splits = max(1, min(triton.cdiv(longest_responses, max(SPLIT, longest_own)), 4096 // num_prompt_tokens))
-    prompt_programs = num_prompt_tokens // n + num_prompts
-    parts = torch.empty(splits if splits > 1 else 0, 2, num_prompt_tokens, kv_heads, size, dtype=torch.float32, device=q.device)
-    keys_kernel[(kv_heads, programs[1] + (splits - 1) * prompt_programs)](
-        dk, dv, parts, statistics, table[1], q, k, v, grad, *strides["q"], *strides["k"], *strides["v"], *strides["grad"], tokens, num_prompt_tokens, splits, prompt_programs, scale,
-        G=group, D=size, M=m, N=n, TWO_LOOPS=two_loops, num_warps=warps, num_stages=stages,
+    m, n, warps, stages = of_keys
+    keys_kernel[(kv_heads, programs[1])](
+        dk, dv, statistics, table[1], q, k, v, grad, *strides["q"], *strides["k"], *strides["v"], *strides["grad"], tokens, scale, G=group, D=size, M=m, N=n, num_warps=warps, num_stages=stages
     )  # fmt: skip
-    if splits > 1:
-        length = num_prompt_tokens * kv_heads * size
-        sum_kernel[(triton.cdiv(length, 1024), 2)](dk, dv, parts, length, splits, BLOCK=1024, num_warps=4)
     return dq, dk, dv

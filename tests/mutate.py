@@ -47,6 +47,8 @@ BUGS = [
     Bug("kernel: padding takes part in the softmax", "kernels.py", 'num_tokens, other=-float("inf")).to(tl.float32)\n', 'num_tokens + 7, other=-float("inf")).to(tl.float32)\n', "test_kernels.py::test_triton_kernels_compute_what_torch_does"),
     Bug("kernel: a sequence's last tile attends past its end", "kernels.py", "tl.where((t < end)[None, :], tl.dot(q, k) * scale, -1e30)", "tl.dot(q, k) * scale", "test_kernels.py::test_triton_kernels_compute_what_torch_does"),
     Bug("kernel: a head of another group", "kernels.py", "(head * G + m)[:, None]", "(head + m)[:, None]", "test_kernels.py::test_triton_kernels_compute_what_torch_does"),
+    Bug("backward kernel: a query sees past itself", "attention_kernels.py", "p = tl.where(keys[None, :] <= limit[:, None], p, 0.0)", "p = tl.where(keys[None, :] < end, p, 0.0)", "test_attention_kernels.py::test_backward_gives_what_autograd_does"),
+    Bug("backward kernel: responses give a prompt's keys nothing", "attention_kernels.py", "num = own + tl.cdiv(other_end - other, step)", "num = own", "test_attention_kernels.py::test_backward_gives_what_autograd_does"),
     Bug("sampler: a token's neighbour", "decoding.py", "(inner <= before * inner[:, -1:])", "(inner < before * inner[:, -1:] + 0.01)", "test_kernels.py::test_sampled_tokens_follow_their_probabilities"),
     Bug("sampler: one random number for a whole sequence", "decoding.py", "seeds + (positions + 1) * GOLDEN", "seeds + GOLDEN", "test_kernels.py::test_a_token_follows_from_its_logits_seed_and_position_alone"),
     Bug("sampler: top_p forgotten", "decoding.py", "(states.top_p.np[rows] != 1)", "False", "test_kernels.py::test_vllm_samples_what_is_cut_or_has_more_to_tell"),
