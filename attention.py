@@ -105,7 +105,7 @@ def flash_attention_backward(
     if left < 0 and q.is_cuda:
         import attention_kernels
 
-        if attention_kernels.serves(q, k):
+        if attention_kernels.serves(q, k, len(cu_own) - 1):
             return attention_kernels.flash_backward(grad, q, k, v, out, lse, cu_own, cu_responses, cu_prompts, num_prompt_tokens, scale)
     n, grad = num_prompt_tokens, grad.contiguous()
     dq, dk, dv = flash_backward(grad, q, k, v, out, lse, cu_own, cu_own, longest_own, longest_own, True, scale, left)

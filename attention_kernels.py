@@ -14,10 +14,11 @@ TILES = {  # of each head size: rows, keys, warps and stages of the two kernels,
 }
 
 
-def serves(q, k) -> bool:
-    """Whether flash_backward takes these, on this GPU: it is written for the shared memory of Hopper and what came after it in data centers."""
-    known = q.is_cuda and q.dtype == torch.bfloat16 and q.size(-1) in TILES and q.size(1) // k.size(1) <= 64
-    return known and torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin >= 232448
+def serves(q, k, num_seqs: int) -> bool:
+    """Whether flash_backward takes these, on this GPU: its tiles are for the registers and the shared memory of Hopper."""
+    group, tiles = q.size(1) // k.size(1), TILES.get(q.size(-1))
+    known = q.is_cuda and q.dtype == torch.bfloat16 and tiles is not None and group <= 64 and torch.cuda.get_device_capability(q.device)[0] == 9
+    return known and all(q.size(0) // block + num_seqs < 2**16 for block in (tiles["queries"][0] // group, tiles["keys"][1]))  # programs of a grid
 
 
 @triton.jit

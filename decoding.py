@@ -112,13 +112,13 @@ def use_decode_kernel() -> None:
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         m = attn_metadata
         known = self.sliding_window, self.alibi_slopes, self.logits_soft_cap, self.sinks, self.kv_cache_dtype, self.attn_type.lower() == "decoder"
-        plain = known == ((-1, -1), None, 0, None, "auto", True) and self.head_size in (64, 128, 256)
+        plain = known == ((-1, -1), None, 0, None, "auto", True) and self.head_size in (64, 128, 256) and self.num_heads <= 16 * self.num_kv_heads
         decodes = m is not None and m.max_query_len == 1 and not m.use_cascade and m.causal is True and len(m.seq_lens) >= m.num_actual_tokens
         if not (plain and decodes and m.num_actual_tokens * self.num_kv_heads >= DECODE_PROGRAMS):  # of fewer, flash attention cuts sequences into parts
             return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
         query = query[: m.num_actual_tokens]
         # vLLM makes a metadata object for each forward pass, and for each capture of a CUDA graph, of all layers of one shape. A graph finds anew in every replay.
-        if (shared := getattr(m, "shared_prompts", None)) is None:
+        if (shared := getattr(m, "shared_prompts", None)) is None or shared[2].shape != query.shape:
             shared = m.shared_prompts = find_shared(query, kv_cache, m.block_table, m.seq_lens)
         decode_attention(output[: m.num_actual_tokens], query, kv_cache, m.block_table, m.seq_lens, self.scale, shared)
         return output

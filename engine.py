@@ -237,9 +237,9 @@ class Engine:
     async def generate(self, tokens: list[int], sampling, max_tokens: int, seed: int) -> Reply:
         """Queue one request and wait until it is done; `drive` turns the engine. Cancelled, it leaves vLLM too. ValueError when vLLM can't take it."""
         longest = self.llm.llm_engine.model_config.max_model_len - 1
-        if not 0 < len(tokens) <= longest or not 0 <= min(tokens) <= max(tokens) < self.num_tokens:
+        if not 0 < len(tokens) <= longest or not 0 <= min(tokens) <= max(tokens) < self.num_tokens or max_tokens < 1:
             ids = f"ids {min(tokens)} to {max(tokens)}" if tokens else "none"
-            raise ValueError(f"can't continue {len(tokens)} tokens, {ids}: vLLM takes 1 to {longest} tokens of ids 0 to {self.num_tokens - 1}")
+            raise ValueError(f"can't continue {len(tokens)} tokens, {ids}, by {max_tokens}: vLLM takes 1 to {longest} tokens of ids 0 to {self.num_tokens - 1}, and samples at least 1")
         kind = sampling.temperature, sampling.top_p, sampling.top_k, self.cfg.rollout.ignore_eos, *self.stop_token_ids
         if kind not in self.params:
             self.params[kind] = sampling_params(self.llm, *kind)

@@ -44,7 +44,7 @@ class RolloutConfig:
     enforce_eager: bool = False
     """No CUDA graphs and no compilation: starts a minute sooner, generates slower."""
     lean_scheduler: bool = True
-    """Schedule with scheduler.py, which does less Python a token than vLLM's own, for the same tokens and log-probs."""
+    """Schedule with scheduler.py, which requests reach without vLLM's front end: less Python a token and a request than vLLM's own, for the same tokens and log-probs."""
     lean_kernels: bool = True
     """On a GPU with vLLM 0.26, decode with kernels.py's attention and sample with decoding.py, not vLLM's own: same distribution, other random numbers."""
     max_num_seqs: int = 512

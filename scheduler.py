@@ -3,8 +3,8 @@
 Stock vLLM makes an output object for each token of each request, adds it to the request's log-probs, and asks the KV cache for room
 for every token. Here a step in which all requests decode takes one short loop, blocks are asked for when one is full, and a request
 makes its one output when it ends. Requests that go on decoding together take no loop at all: a `Cohort` keeps their counters and tokens
-in arrays. What is scheduled and sampled is the same, token for token (tests/test_scheduler.py); only whom vLLM preempts, when the cache
-runs out of blocks, may differ.
+in arrays. What is sampled is the same, token for token (tests/test_scheduler.py), and so is what is scheduled while there are blocks; where
+they run out, whom vLLM preempts and how much of a later prompt is still in the prefix cache may differ.
 
 It is written against the vLLM versions of engine.VLLM_VERSIONS, and leaves to vLLM what it does not know: prompts, preemption.
 """
@@ -15,6 +15,7 @@ import numpy as np
 
 OUTCOME = "lockstep"  # key of kv_transfer_params, which pass from the scheduler to a request's output untouched
 AHEAD = 4  # blocks that a request of a cohort is given at a time; some at every step, that no step has all of them to give
+STEADY = 2  # steps after one of the same requests, from which on they are a cohort: to make one and give it up takes as long as that
 
 
 class Cohort:
@@ -69,29 +70,33 @@ def lean_scheduler(asynchronous: bool) -> type:
             same = len(groups) == 1 and groups[0].kv_cache_spec.block_size == self.block_size == getattr(self, "hash_block_size", self.block_size)
             self.every = self.block_size if same else 1  # tokens between two looks at the KV cache
 
-            self.cohort, self.steady = None, []  # steady: the requests of the last step, if all decoded
+            self.cohort, self.steady, self.num_steady = None, [], 0  # steady: the requests of the last step, if all decoded, and of so many before
 
         def schedule(self, *args, **kwargs):
             if self.cohort and (output := self.schedule_cohort()):
                 return output
             self.dissolve()
             requests = self.decoding()
-            steady, self.steady = self.steady, requests or []
-            if requests and self.every > 1 and requests == steady:
+            self.num_steady = self.num_steady + 1 if requests == self.steady else 0
+            self.steady = requests or []
+            if requests and self.every > 1 and self.num_steady >= STEADY and self.has_blocks(3 * AHEAD * len(requests)):
                 self.cohort = Cohort(requests, self.every, self.max_model_len)
                 if output := self.schedule_cohort():
                     return output
                 self.dissolve()
             return self.schedule_decode(requests) if requests else super().schedule(*args, **kwargs)
 
+        def has_blocks(self, number: int) -> bool:
+            return self.kv_cache_manager.block_pool.get_num_free_blocks() >= number
+
         def schedule_cohort(self) -> "SchedulerOutput | None":
             """A step of the cohort; None when others wait, or blocks are few."""
-            c, pool = self.cohort, self.kv_cache_manager.block_pool
+            c = self.cohort
             if len(self.requests) != len(self.running):
                 return None
             if len(over := c.left[c.steps[c.left] <= c.scheduled]):  # their last tokens are on the way
                 self.leave(over)
-            if not len(c.left) or len(c.left) > self.max_num_scheduled_tokens or pool.get_num_free_blocks() < 2 * AHEAD * len(c.left):
+            if not len(c.left) or len(c.left) > self.max_num_scheduled_tokens or not self.has_blocks(2 * AHEAD * len(c.left)):
                 return None
             self.kv_cache_manager.new_step_starts()
             now, blocks = c.computed[c.left] + c.scheduled, [None] * len(c.left)
@@ -237,8 +242,8 @@ def lean_scheduler(asynchronous: bool) -> type:
                     stopped.append(r)
             if together and len(stopped) < len(known):
                 self.dissolve()  # one that did not end, left to itself, would be scheduled no more
-            if self.cohort and (rows := [row for r in stopped if (row := self.cohort.rows.get(r.request_id)) is not None]):
-                self.leave(rows)
+            if self.cohort and (leaving := [row for r in stopped if (row := self.cohort.rows.get(r.request_id)) is not None]):
+                self.leave(leaving)
             for r in stopped:
                 reason = r.get_finished_reason()
                 self._free_request(r)

@@ -85,13 +85,14 @@ def bit_sum(*tensors: torch.Tensor) -> torch.Tensor:
 class Copies(TorchDispatchMode):
     """Where each streamed tensor lands in vLLM: noted while vLLM's own code loads a stream, and done again at later syncs in a few calls, for that code
     takes 0.1 ms of Python a tensor. Where it does anything but copy parts of the tensors, as they come, into parameters, it loads every stream. What vLLM
-    does once weights are loaded is left out when it had nothing to do with a parameter. The bits are compared either way."""
+    does once weights are loaded is left out when it had nothing to do with a parameter, nor wrote what vLLM does not keep over a sleep. The bits are compared either way."""
 
     def __init__(self):
         super().__init__()
         self.parameters: dict[int, str] = {}  # names of vLLM's parameters by where they are: when one has moved, all is noted anew
         self.places: dict[tuple, list] = {}  # of a streamed tensor's parts: the parameter, its slice, and the part's size, stride and offset
         self.tensor, self.finishing, self.only_copies, self.finish_again = None, False, True, True
+        self.nothing, self.buffers = ("", torch.empty(0)), set()
 
     def load(self, model, weights, finish) -> set[str]:
         """vLLM's names of what was written. `finish` is what vLLM does once weights are loaded."""
@@ -102,7 +103,9 @@ class Copies(TorchDispatchMode):
             loaded = model.load_weights(weights)
             finish()
             return loaded
-        self.parameters, self.places, self.only_copies, self.finish_again, self.tensor = parameters, {}, True, False, None
+        alone = len(parameters) == len(dict(model.named_parameters()))  # no two share memory
+        self.parameters, self.places, self.only_copies, self.finish_again, self.tensor = parameters, {}, alone, False, self.nothing
+        self.buffers = {where(buffer) for buffer in model.buffers()}
         with self:
             loaded = model.load_weights(self.noted(weights))
             self.finishing = True
@@ -113,21 +116,27 @@ class Copies(TorchDispatchMode):
         return loaded
 
     def noted(self, weights):
-        for name, tensor in weights:
-            self.tensor = name, tensor
-            yield name, tensor
-            self.tensor = None  # what happens until the next one is there is the actor's
-        self.tensor = "", torch.empty(0)  # and after the last one it is vLLM's
+        weights = iter(weights)
+        while True:
+            self.tensor = None  # what happens until the next one is there is the actor's, all else vLLM's
+            weight = next(weights, None)
+            self.tensor = weight or self.nothing
+            if weight is None:
+                return
+            yield weight
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result, given = func(*args, **(kwargs or {})), [where(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        changes = func._schema.is_mutable and not (func is torch.ops.aten.fill_.Scalar and args[0].numel() == 0)  # an empty fill_ is of a vocabulary that needs no padding
         if self.finishing:
-            self.finish_again |= any(isinstance(x, torch.Tensor) and where(x) in self.parameters for x in tree_leaves((args, kwargs)))
-        elif self.tensor and func is torch.ops.aten.copy_.default and where(args[0]) in self.parameters and where(args[1]) == where(self.tensor[1]):
+            self.finish_again |= any(place in self.parameters for place in given) or (changes and given[0] not in self.buffers)
+        elif self.tensor and func is torch.ops.aten.copy_.default and given[0] in self.parameters and given[1] == where(self.tensor[1]):
             (into, part), whole = args[:2], self.tensor[1]
-            self.places.setdefault(form(*self.tensor), []).append((self.parameters[where(into)], into, part.size(), part.stride(), part.storage_offset() - whole.storage_offset()))
-        elif self.tensor and func._schema.is_mutable and not (func is torch.ops.aten.fill_.Scalar and args[0].numel() == 0):
-            self.only_copies = False  # an empty fill_ is of a vocabulary that needs no padding
-        return func(*args, **(kwargs or {}))
+            self.places.setdefault(form(*self.tensor), []).append((self.parameters[given[0]], into, part.size(), part.stride(), part.storage_offset() - whole.storage_offset()))
+        elif self.tensor:
+            made = isinstance(result, torch.Tensor) and where(result) not in given  # of the tensor something that is no part of it
+            self.only_copies &= not changes and not (made and where(self.tensor[1]) in given)
+        return result
 
     @torch.no_grad()
     def load_again(self, model, weights, finish) -> set[str]:

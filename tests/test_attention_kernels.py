@@ -2,7 +2,9 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
 import torch
 from conftest import ROOT
 
@@ -76,6 +78,16 @@ def test_backward_gives_what_autograd_does():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_backward_serves_what_it_was_written_for():
-    for heads, size, dtype in [(16, 128, torch.float32), (16, 256, torch.bfloat16), (16, 64, torch.bfloat16), (16, 128, torch.float16), (130, 128, torch.bfloat16), (2, 128, torch.bfloat16)]:
-        assert not attention_kernels.serves(torch.zeros(1, heads, size, dtype=dtype), torch.zeros(1, 1, size, dtype=dtype)), "the last for want of a GPU alone"
+@pytest.mark.parametrize(
+    "served, change",
+    [
+        (True, {}), (True, {"heads": 1024, "kv_heads": 16}), (False, {"is_cuda": False}), (False, {"dtype": torch.float32}), (False, {"dtype": torch.float16}), (False, {"size": 64}), (False, {"size": 256}),
+        (False, {"heads": 130, "kv_heads": 2}), (False, {"capability": (10, 0)}), (False, {"capability": (8, 0)}), (False, {"tokens": 2**22}), (False, {"num_seqs": 2**16}),
+    ],
+)  # fmt: skip
+def test_backward_serves_what_it_was_written_for(monkeypatch, served, change):
+    """And leaves the rest to FlashAttention 2."""
+    given = SimpleNamespace(**({"is_cuda": True, "dtype": torch.bfloat16, "size": 128, "heads": 16, "kv_heads": 8, "capability": (9, 0), "tokens": 20000, "num_seqs": 40} | change))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given.capability)
+    q, k = (SimpleNamespace(is_cuda=given.is_cuda, dtype=given.dtype, device="cuda", size=(given.tokens, heads, given.size).__getitem__) for heads in (given.heads, given.kv_heads))
+    assert attention_kernels.serves(q, k, given.num_seqs) == served

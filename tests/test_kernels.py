@@ -300,7 +300,8 @@ def test_lean_sampler_hands_back_what_vllms_would(monkeypatch, prefilling):
 class TheirAttention:
     """vLLM's FlashAttentionImpl, as far as what replaces it looks."""
 
-    sliding_window, alibi_slopes, logits_soft_cap, sinks, kv_cache_dtype, attn_type, head_size, num_kv_heads, scale = (-1, -1), None, 0, None, "auto", "decoder", 128, 8, 0.5
+    sliding_window, alibi_slopes, logits_soft_cap, sinks, kv_cache_dtype, attn_type = (-1, -1), None, 0, None, "auto", "decoder"
+    head_size, num_heads, num_kv_heads, scale = 128, 16, 8, 0.5
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         return "vLLM's"
@@ -312,13 +313,13 @@ DECODING = SimpleNamespace(max_query_len=1, use_cascade=False, causal=True, num_
 
 @pytest.mark.parametrize("impl, metadata", [
     ({}, {}), ({"sliding_window": (511, 0)}, {}), ({"alibi_slopes": [1.0]}, {}), ({"logits_soft_cap": 30.0}, {}), ({"sinks": [1.0]}, {}), ({"kv_cache_dtype": "fp8"}, {}),
-    ({"attn_type": "encoder"}, {}), ({"head_size": 80}, {}), ({}, {"max_query_len": 2}), ({}, {"use_cascade": True}), ({}, {"causal": False}), ({}, {"num_actual_tokens": 127}), ({}, {"seq_lens": LENGTHS[1:]}), ({}, None),
+    ({"attn_type": "encoder"}, {}), ({"head_size": 80}, {}), ({"num_heads": 136}, {}), ({}, {"max_query_len": 2}), ({}, {"use_cascade": True}), ({}, {"causal": False}), ({}, {"num_actual_tokens": 127}), ({}, {"seq_lens": LENGTHS[1:]}), ({}, None),
 ])  # fmt: skip
 def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, metadata):
     attention = type("FlashAttentionImpl", (TheirAttention,), {"forward": TheirAttention.forward})
     calls, plans = [], []
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.flash_attn", SimpleNamespace(FlashAttentionImpl=attention))
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(decode_attention=lambda *args: calls.append(args), find_shared=lambda *args: plans.append(args) or f"plan {len(plans)}"))
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(decode_attention=lambda *args: calls.append(args), find_shared=lambda *args: plans.append(args) or (len(plans), "led", args[0])))
     for _ in range(2):  # a second engine of the process finds it done
         decoding.use_decode_kernel()
     layer, output, query = attention(), torch.zeros(130, 16, 128), torch.ones(130, 16, 128)
@@ -328,11 +329,13 @@ def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, 
     if impl or metadata or metadata is None:
         assert answer == "vLLM's" and not calls
     else:
-        assert answer is output and len(calls) == 1 and calls[0][2:] == ("cache", "table", LENGTHS, 0.5, "plan 1")
+        assert answer is output and len(calls) == 1 and calls[0][2:] == ("cache", "table", LENGTHS, 0.5, (1, "led", calls[0][1]))
         assert [len(x) for x in calls[0][:2]] == [128, 128] and calls[0][0].data_ptr() == output.data_ptr() and calls[0][1].data_ptr() == query.data_ptr()
         layer.forward(None, query, None, None, "another cache", given, output)  # the next layer of the same forward pass
         layer.forward(None, query, None, None, "cache", SimpleNamespace(**{**vars(DECODING), **metadata}), output)  # the first of the next
-        assert [call[-1] for call in calls] == ["plan 1", "plan 1", "plan 2"], "found once a forward pass"
+        assert [call[-1][0] for call in calls] == [1, 1, 2], "found once a forward pass"
+        layer.forward(None, query[:, :8], None, None, "cache", given, output)  # one of fewer heads, which vLLM may count to the same group
+        assert calls[-1][-1][0] == 3
         assert len(plans[0][0]) == 128 and plans[0][1:] == ("cache", "table", LENGTHS)
 
 

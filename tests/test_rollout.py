@@ -441,12 +441,15 @@ def test_requests_ask_for_what_vllms_front_end_makes_of_them(cfg, awake, tokeniz
         assert params.sampling_type == whole.sampling_type and params.all_stop_token_ids == whole.all_stop_token_ids
 
 
-@pytest.mark.parametrize("tokens, found", [([], "0 tokens, none"), ([5] * 36, "36 tokens, ids 5 to 5"), ([5, 10**6, 6], "3 tokens, ids 5 to 1000000"), ([5, -1, 6], "3 tokens, ids -1 to 6")])
-def test_a_prompt_that_vllm_cannot_take_is_its_sessions_mistake_alone(cfg, awake, tokens, found):
-    """vLLM itself would stop the run, or look up rows that the embedding has not."""
+@pytest.mark.parametrize(
+    "tokens, most, found",
+    [([], 1, "0 tokens, none, by 1"), ([5] * 36, 1, "36 tokens, ids 5 to 5, by 1"), ([5, 10**6, 6], 1, "3 tokens, ids 5 to 1000000, by 1"), ([5, -1, 6], 1, "3 tokens, ids -1 to 6, by 1"), ([5, 6], 0, "2 tokens, ids 5 to 6, by 0")],
+)  # fmt: skip
+def test_a_prompt_that_vllm_cannot_take_is_its_sessions_mistake_alone(cfg, awake, tokens, most, found):
+    """vLLM itself would stop the run, look up rows that the embedding has not, or sample a token too many."""
     async def session():
         with pytest.raises(ValueError, match=f"can't continue {found}: vLLM takes 1 to 35 tokens of ids 0 to"):
-            await awake.generate(tokens, cfg.rollout, 1, 0)
+            await awake.generate(tokens, cfg.rollout, most, 0)
         return (await awake.generate([5] * 35, cfg.rollout, 1, 0)).tokens
 
     assert [len(sampled) for sampled in awake.drive([session(), session()])] == [1, 1] and idle(awake)

@@ -61,7 +61,6 @@ def play(engine, kind, sessions, few_blocks=None, few_seqs=None):
             return output
 
         schedules._preempt_request, schedules.schedule = counted, counting
-        engine.num_requests = 0
         replies = engine.drive([session(engine) for session in sessions])
         if few_blocks:
             pool.free_blocks(held)
@@ -215,6 +214,13 @@ def main(tiny: str, out: str) -> None:
     short = kinds["ours"].short = []
     real = kinds["ours"].decode_output
     kinds["ours"].decode_output = lambda self, names, *rest: short.append((len(names), self.cohort is not None)) or real(self, names, *rest)
+    taken, in_vain = kinds["ours"].schedule_cohort, []
+
+    def taking(self):
+        new, output = self.cohort.scheduled == 0, taken(self)
+        return in_vain.append(1) if new and output is None else output
+
+    kinds["ours"].schedule_cohort = taking
     for case in CASES:
         for name, kind in kinds.items():
             short.clear()
@@ -227,6 +233,11 @@ def main(tiny: str, out: str) -> None:
         scheduler.AHEAD = 1 + 3 * (seed % 2)
         for name, kind in {"vLLM's": AsyncScheduler, "ours": lean_scheduler(True)}.items():
             played[f"ahead {seed} {few_blocks}", name] = ahead(engine, kind, seed, few_blocks)
+    engine.stop_token_ids = own_stops
+    sessions, _ = CASES["all decode"](random.Random(0))
+    short.clear()
+    play(engine, kinds["ours"], sessions, few_blocks=60)
+    played["few blocks"] = len(in_vain), list(short)
     Path(out).write_bytes(pickle.dumps(played))
     os._exit(0)
 
@@ -263,6 +274,12 @@ def test_steady_decoding_takes_the_short_way(played):
     assert len(short) >= len(steps) - 2 and max(short)[0] >= 11
     assert sum(together for _, together in short) > 0.9 * len(short), "the cohort's steps"
     assert not played["all decode", "vLLM's"][3]
+
+
+def test_no_cohort_is_made_where_blocks_are_too_few_for_one(played):
+    """To make one and give it up in every other step would take longer than the loop."""
+    in_vain, short = played["few blocks"]
+    assert in_vain == 0 and len(short) > 100 and not any(together for _, together in short)
 
 
 def test_tokens_that_went_round_a_cohorts_ring_come_back_in_order():

@@ -107,30 +107,56 @@ def test_a_tensor_of_another_form_goes_through_vllms_loader(cfg, engine, actor, 
     assert calls[1:] == [2]  # one a layer, in one batch
 
 
-@pytest.mark.parametrize("adds", [False, True])
-def test_parts_of_a_tensor_land_where_the_loader_put_them_unless_it_does_more(adds):
-    """A loader that cuts and turns what it gets is done without; one that also counts on it, which no place tells, is not."""
+@pytest.mark.parametrize("does", ["copies", "adds", "sums up", "clears first"])
+def test_parts_of_a_tensor_land_where_the_loader_put_them_unless_it_does_more(does):
+    """A slice of it here, the rest turned round there. What the loader makes of a tensor beside copies, copies alone would leave behind."""
+
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.top, self.turned, self.calls = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3, 2)), 0
+            self.top, self.turned, self.calls, self.total = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3, 2)), 0, None
 
         @torch.no_grad()
         def load_weights(self, weights):
             self.calls += 1
+            if does == "clears first":
+                self.top.zero_()
             for _, w in weights:
                 self.top.copy_(w[:2])
                 self.turned[:, :].copy_(w[2:].t())
-                if adds:
+                if does == "adds":
                     self.top.add_(1)
+                if does == "sums up":
+                    self.total = w.sum()
             return {"top", "turned"}
 
     model, copies = Model(), Copies()
     for n in range(3):
         whole = torch.arange(40.0).view(8, 5)[2:6, 1:4] + n  # a view, as parts of FSDP's are
         assert copies.load(model, [("whole", whole)], lambda: None) == {"top", "turned"}
-        assert torch.equal(model.top, whole[:2] + adds) and torch.equal(model.turned, whole[2:].t())
-    assert model.calls == (3 if adds else 1)
+        assert torch.equal(model.top, whole[:2] + (does == "adds")) and torch.equal(model.turned, whole[2:].t())
+        assert does != "sums up" or model.total == whole.sum()
+    assert model.calls == (1 if does == "copies" else 3)
+
+
+def test_parameters_that_share_memory_are_left_to_the_loader():
+    """Where one is, both are: which was written could not be said."""
+    model = torch.nn.Module()
+    model.a, model.b = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(0))
+    model.b.data = model.a.data[:2]
+    calls = []
+
+    @torch.no_grad()
+    def load_weights(weights):
+        calls.append(1)
+        for _, w in weights:
+            model.a.copy_(w)
+        return {"a", "b"}
+
+    model.load_weights, copies = load_weights, Copies()
+    for n in range(3):
+        assert copies.load(model, [("a", torch.arange(4.0) + n)], lambda: None) == {"a", "b"} and model.b.tolist() == [n, n + 1]
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("way", ["changes", "keeps"])
@@ -158,21 +184,22 @@ def test_copies_are_noted_anew_when_a_parameter_has_moved(cfg, tokenizer, engine
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("touches", [False, True])
-def test_what_follows_on_loading_is_left_out_only_when_no_parameter_is_in_it(cfg, engine, actor, monkeypatch, touches):
-    """vLLM makes other forms of some models' weights then, which must follow the weights; of most it does nothing but to set constants."""
+@pytest.mark.parametrize("touches, times", [("a buffer", 1), ("a parameter", 3), ("a tensor", 3)])
+def test_what_follows_on_loading_is_left_out_only_when_no_parameter_is_in_it(cfg, engine, actor, monkeypatch, touches, times):
+    """vLLM makes other forms of some models' weights then, which must follow the weights; of most it does nothing but to set constants, in buffers that it keeps over a sleep."""
     loads(engine, monkeypatch)
-    weight, scale, done = engine.model.get_parameter("model.norm.weight"), torch.zeros(()), []
+    weight, tensor, done = engine.model.get_parameter("model.norm.weight"), torch.zeros(()), []
+    monkeypatch.setitem(engine.model._buffers, "scale", torch.zeros(()))
 
     def finish(llm):
-        scale.fill_(1.0)
-        done.append(weight.detach().float() * 2 if touches else None)
+        (tensor if touches == "a tensor" else engine.model.scale).fill_(1.0)
+        done.append(weight.detach().float() * 2 if touches == "a parameter" else None)
 
     monkeypatch.setattr("engine.finish_loading", finish)
     for _ in range(3):
         sync_weights(actor, engine, cfg.sync, [])
         engine.sleep()
-    assert len(done) == (3 if touches else 1)
+    assert len(done) == times
 
 
 def test_no_probe_no_generation(cfg, engine, actor):
