@@ -126,14 +126,17 @@ class Copies(TorchDispatchMode):
             yield weight
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result, given = func(*args, **(kwargs or {})), [where(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        result = func(*args, **(kwargs or {}))
+        if not self.tensor and not self.finishing:  # the actor's, which may be of tensors that are nowhere, such as shards
+            return result
+        given = [where(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         changes = func._schema.is_mutable and not (func is torch.ops.aten.fill_.Scalar and args[0].numel() == 0)  # an empty fill_ is of a vocabulary that needs no padding
         if self.finishing:
-            self.finish_again |= any(place in self.parameters for place in given) or (changes and given[0] not in self.buffers)
-        elif self.tensor and func is torch.ops.aten.copy_.default and given[0] in self.parameters and given[1] == where(self.tensor[1]):
+            self.finish_again |= any(place in self.parameters for place in given) or (changes and any(place not in self.buffers for place in given[:1]))
+        elif func is torch.ops.aten.copy_.default and given[0] in self.parameters and given[1] == where(self.tensor[1]):
             (into, part), whole = args[:2], self.tensor[1]
             self.places.setdefault(form(*self.tensor), []).append((self.parameters[given[0]], into, part.size(), part.stride(), part.storage_offset() - whole.storage_offset()))
-        elif self.tensor:
+        else:
             made = isinstance(result, torch.Tensor) and where(result) not in given  # of the tensor something that is no part of it
             self.only_copies &= not changes and not (made and where(self.tensor[1]) in given)
         return result
