@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from agent import Reply, stop_token_ids
+from copies import Copies
 from decoding import capture_sizes, lean_sampler, use_decode_kernel
 from memory import check_gpu_memory
 from scheduler import OUTCOME, lean_scheduler
-from sync_weights import Copies, check_heads
+from sync_weights import check_heads
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
 KERNEL_VERSIONS = ((0, 26), (0, 27))  # the same for what replaces kernels of vLLM, which are on GPUs only

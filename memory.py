@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import head as lm_head
+from copies import SUMMED_AT_ONCE
 from launch import one_group, reshards
-from sync_weights import SUMMED_AT_ONCE
 
 GIB = 2**30
 BATCH = 150  # bytes a token of the packed batch and some twenty [T] floats of the loss

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from batch import Task
+from copies import Copies, bit_sum
 from rollout import Rollout
-from sync_weights import Copies, SyncConfig, SyncError, bit_sum, sync_weights, tolerances
+from sync_weights import SyncConfig, SyncError, sync_weights, tolerances
 from test_actor import LOSS, sequences
 
 PROMPTS = [Task([{"role": "user", "content": f"{n}+1="}], "exact", "") for n in range(10, 14)]
@@ -31,7 +32,7 @@ def test_sum_of_bits_is_of_the_whole_tensor(monkeypatch):
     tensor = torch.arange(-50, 50, dtype=torch.float32).view(10, 10).bfloat16()
     whole = int(tensor.view(torch.int16).sum(dtype=torch.int64))
     for at_once in (1, 7, 100, 1000):
-        monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
+        monkeypatch.setattr("copies.SUMMED_AT_ONCE", at_once)
         assert int(bit_sum(tensor)) == int(bit_sum(tensor.t())) == whole
 
 
@@ -40,7 +41,7 @@ def test_sum_of_bits_of_many_tensors_is_that_of_each(monkeypatch):
     tensors = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (1, 2, 40, 7, 30) for dtype in (torch.bfloat16, torch.float32)]
     each = sum(int(t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).long().sum()) for t in tensors)
     for at_once in (1, 7, 100, 1000):
-        monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
+        monkeypatch.setattr("copies.SUMMED_AT_ONCE", at_once)
         assert int(bit_sum(*tensors)) == each
 
 
@@ -70,7 +71,7 @@ def held(engine):
 @pytest.mark.parametrize("at_once", [1, 5000, 2**23])
 def test_a_later_sync_does_vllms_copies_without_its_loader(cfg, tokenizer, engine, actor, monkeypatch, at_once):
     """Of new weights, whatever is copied at once; what vLLM holds is what its own loader makes of them."""
-    monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
+    monkeypatch.setattr("copies.SUMMED_AT_ONCE", at_once)
     calls = loads(engine, monkeypatch)
     sync_weights(actor, engine, cfg.sync, [])
     before = held(engine)
