@@ -3,6 +3,7 @@
 `Actor.score` gives log-probs without gradient, `Actor.update` takes a step's optimizer steps, `Actor.weights` streams the
 weights for vLLM. [T, V] logits never exist whole (head.py).
 """
+
 import math
 import random
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from loss import count_totals, policy_loss
 from offload import Moments
 from prompts import pack_shared, share
 
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to a parameter's name
+WRAPPERS = (
+    "_checkpoint_wrapped_module.",
+    "_orig_mod.",
+)  # what activation checkpointing and compile add to a parameter's name
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,13 @@ class ActorConfig:
             if not 0 <= getattr(self, knob) < math.inf:
                 raise ValueError(f"actor.{knob}={getattr(self, knob)} must be a number that is not negative")
         if not 0 <= self.min_lr_ratio <= 1 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"actor.min_lr_ratio={self.min_lr_ratio} must be in 0..1, actor.betas={self.betas} at least 0 and below 1")
+            raise ValueError(
+                f"actor.min_lr_ratio={self.min_lr_ratio} must be in 0..1, actor.betas={self.betas} at least 0 and below 1"
+            )
         if self.share_prompts and not self.use_dynamic_bsz:
-            raise ValueError("actor.share_prompts needs actor.use_dynamic_bsz: micro-batches cut by trajectories take those of a prompt apart")
+            raise ValueError(
+                "actor.share_prompts needs actor.use_dynamic_bsz: micro-batches cut by trajectories take those of a prompt apart"
+            )
         if self.fsdp_size < 1 and self.fsdp_size != -1:
             raise ValueError(f"actor.fsdp_size={self.fsdp_size} must be at least 1, or -1 for all processes")
 
@@ -108,14 +116,24 @@ def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: floa
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
-    for knob in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale", "quantization_config"):
+    for knob in (
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+        "logits_scaling",
+        "logit_scale",
+        "quantization_config",
+    ):
         if getattr(config, knob, None) not in (None, 1.0):
-            raise ValueError(f"actor.path={path}: its config has {knob}, which the packed log-prob forward does not compute; use a model without it")
+            raise ValueError(
+                f"actor.path={path}: its config has {knob}, which the packed log-prob forward does not compute; use a model without it"
+            )
     AttentionInterface.register("packed", packed_attention)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
     head = model.get_output_embeddings()
     if num_tokens > head.weight.size(0):
-        raise ValueError(f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {head.weight.size(0)}")
+        raise ValueError(
+            f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {head.weight.size(0)}"
+        )
     replace_head(head, num_tokens, temperature)
     if compiled:  # hooks of FSDP and checkpointing stay outside
         for layer in (m for m in model.modules() if type(m).__name__ in model._no_split_modules):
@@ -133,7 +151,11 @@ def forward(model, batch: Batch):
     model.get_output_embeddings().targets = batch.tokens[sampled]
     tokens, position_ids, before = batch.tokens, batch.position_ids, sampled - 1
     if batch.shared:
-        tokens, position_ids, before = tokens[batch.shared.index], position_ids[batch.shared.index], batch.shared.places[before]
+        tokens, position_ids, before = (
+            tokens[batch.shared.index],
+            position_ids[batch.shared.index],
+            batch.shared.places[before],
+        )
     inputs = {"input_ids": tokens[None], "position_ids": position_ids[None], "attention_mask": None}
     out = model(**inputs, use_cache=False, logits_to_keep=before, packing=batch).logits[0]  # [K, 2]
     zeros = out.new_zeros(len(batch.tokens))
@@ -153,7 +175,12 @@ def plan_of(trajectories: list[Trajectory], cfg: ActorConfig, max_tokens: int) -
     """[rank][micro-batch] -> indices, of max_tokens tokens at most, or of ppo_micro_batch_size_per_gpu trajectories."""
     if cfg.use_dynamic_bsz and cfg.share_prompts:
         return pack_shared(trajectories, dist.get_world_size(), max_tokens)
-    return pack([len(t.tokens) for t in trajectories], dist.get_world_size(), max_tokens if cfg.use_dynamic_bsz else None, cfg.ppo_micro_batch_size_per_gpu)
+    return pack(
+        [len(t.tokens) for t in trajectories],
+        dist.get_world_size(),
+        max_tokens if cfg.use_dynamic_bsz else None,
+        cfg.ppo_micro_batch_size_per_gpu,
+    )
 
 
 def collate_for(trajectories: list[Trajectory], cfg: ActorConfig, device) -> Batch:
@@ -167,7 +194,9 @@ def score(model, trajectories: list[Trajectory], cfg: ActorConfig, device) -> li
     lengths = [len(t.tokens) for t in trajectories]
     own: list[tuple[list[int], torch.Tensor]] = []
     with torch.no_grad():
-        for indices in plan_of(trajectories, cfg, cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu)[dist.get_rank()]:
+        for indices in plan_of(trajectories, cfg, cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu)[
+            dist.get_rank()
+        ]:
             batch = collate_for([trajectories[i] for i in indices or [0]], cfg, device)
             own.append((indices, forward(model, batch)[0]))
     reshard(model)
@@ -194,7 +223,17 @@ class Reference:
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         self.cfg, self.device = actor_cfg, accelerator.device
-        model = load_model(cfg.path or actor_cfg.path, getattr(torch, actor_cfg.dtype), num_tokens, temperature, actor_cfg.use_torch_compile and self.device.type == "cuda").eval().requires_grad_(False)
+        model = (
+            load_model(
+                cfg.path or actor_cfg.path,
+                getattr(torch, actor_cfg.dtype),
+                num_tokens,
+                temperature,
+                actor_cfg.use_torch_compile and self.device.type == "cuda",
+            )
+            .eval()
+            .requires_grad_(False)
+        )
         offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if cfg.param_offload else None
         # The accelerator's state holds one plugin, and preparing changes the plugin: lend it this model's own.
         state = accelerator.state
@@ -213,8 +252,16 @@ class Actor:
 
     def __init__(self, cfg: ActorConfig, accelerator, num_tokens: int, temperature: float):
         self.cfg, self.accelerator, self.device = cfg, accelerator, accelerator.device
-        model = load_model(cfg.path, torch.float32, num_tokens, temperature, cfg.use_torch_compile and self.device.type == "cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, fused=self.device.type == "cuda")
+        model = load_model(
+            cfg.path, torch.float32, num_tokens, temperature, cfg.use_torch_compile and self.device.type == "cuda"
+        )
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=cfg.lr,
+            betas=cfg.betas,
+            weight_decay=cfg.weight_decay,
+            fused=self.device.type == "cuda",
+        )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.model.eval()  # no dropout: vLLM has none, and old and current log-probs must be of one policy
         self.num_shards = next(self.model.parameters()).device_mesh.shape[-1]
@@ -226,7 +273,9 @@ class Actor:
         """Log-probs [L] of every trajectory under the current weights."""
         return score(self.model, trajectories, self.cfg, self.device)
 
-    def update(self, trajectories: list[Trajectory], loss_cfg, step: int, total_steps: int, seed: int) -> dict[str, float]:
+    def update(
+        self, trajectories: list[Trajectory], loss_cfg, step: int, total_steps: int, seed: int
+    ) -> dict[str, float]:
         """ppo_epochs passes over the step's mini-batches, one optimizer step each; then one learning-rate step. Returns metrics.
 
         Trajectories that come without old_logprobs, for a single update, leave with those that it computed.
@@ -253,14 +302,19 @@ class Actor:
             add_sums(sums, more)
         norms = [norm for _, _, norm in self.updates if math.isfinite(norm)]
         return reduce_sums(sums) | {
-            "actor/grad_norm": sum(norms) / len(norms) if norms else math.nan, "actor/skipped_steps": len(self.updates) - len(norms), "actor/num_updates": len(self.updates), "actor/lr": lr,
+            "actor/grad_norm": sum(norms) / len(norms) if norms else math.nan,
+            "actor/skipped_steps": len(self.updates) - len(norms),
+            "actor/num_updates": len(self.updates),
+            "actor/lr": lr,
             "perf/token_imbalance": token_imbalance(self.plans),
-        }  # fmt: skip
+        }
 
     def start_step(self) -> None:
         self.updates = []  # (mini-batch, sums of its metrics, gradient norm) of each optimizer step
         self.plans = []  # (mini-batch, [rank][micro-batch] -> its indices) of each
-        self.entropies: dict[str, torch.Tensor] = {}  # [L] by the key of a trajectory that this rank computed, of the first update that met it
+        self.entropies: dict[
+            str, torch.Tensor
+        ] = {}  # [L] by the key of a trajectory that this rank computed, of the first update that met it
 
     def backward(self, mini_batch: list[Trajectory], loss_cfg, own: list | None = None) -> dict[str, list]:
         """The gradient of a mini-batch's loss, into the parameters. Returns its metrics as [sum, count] of this rank; puts its log-probs into `own`."""
@@ -290,10 +344,14 @@ class Actor:
         plan = plan_of(mini_batch, self.cfg, self.cfg.ppo_max_token_len_per_gpu)
         self.plans.append((mini_batch, plan))
         for left, indices in zip(range(len(plan[0]))[::-1], plan[dist.get_rank()]):
-            if self.num_shards == 1:  # nothing to gather or scatter: the weights stay cast, unless that is too much, and gradients add up; the last one ends both
+            if (
+                self.num_shards == 1
+            ):  # nothing to gather or scatter: the weights stay cast, unless that is too much, and gradients add up; the last one ends both
                 self.model.set_reshard_after_backward(left == 0 or reshards(self.cfg, self.num_shards))
                 self.model.set_requires_gradient_sync(left == 0)
-            self.model.set_requires_all_reduce(left == 0)  # copies of the weights (HSDP) add up their gradients once, at the last
+            self.model.set_requires_all_reduce(
+                left == 0
+            )  # copies of the weights (HSDP) add up their gradients once, at the last
             batch = collate_for([mini_batch[i] for i in indices or [0]], self.cfg, self.device)
             if not indices:
                 batch.loss_mask = torch.zeros_like(batch.loss_mask)
@@ -343,4 +401,3 @@ def reduce_sums(sums: dict[str, list]) -> dict[str, float]:
     if dist.get_world_size() > 1:
         dist.all_reduce(table)
     return {name: float(total / count) for name, (total, count) in zip(sums, table.tolist()) if count}
-

@@ -4,6 +4,7 @@ An estimator maps token-level rewards to advantages, `(scores [P, G, T], mask [P
 The group is a dimension. A session whose mask is empty was not scored: it takes part in no statistic. To add one, write
 the function and put it into ESTIMATORS.
 """
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,9 +53,13 @@ class AlgorithmConfig:
         if self.kl_ctrl_type not in ("fixed", "adaptive"):
             raise ValueError(f"algorithm.kl_ctrl_type={self.kl_ctrl_type} is not known; known: fixed, adaptive")
         if self.max_num_gen_batches < 1 or self.overlong_buffer_len < 0 or not 0 <= self.gamma <= 1:
-            raise ValueError(f"algorithm.max_num_gen_batches={self.max_num_gen_batches} must be at least 1, algorithm.overlong_buffer_len={self.overlong_buffer_len} not negative, algorithm.gamma={self.gamma} in 0..1")
+            raise ValueError(
+                f"algorithm.max_num_gen_batches={self.max_num_gen_batches} must be at least 1, algorithm.overlong_buffer_len={self.overlong_buffer_len} not negative, algorithm.gamma={self.gamma} in 0..1"
+            )
         if self.horizon < 1 or self.target_kl <= 0:
-            raise ValueError(f"algorithm.horizon={self.horizon} and algorithm.target_kl={self.target_kl} must be positive")
+            raise ValueError(
+                f"algorithm.horizon={self.horizon} and algorithm.target_kl={self.target_kl} must be positive"
+            )
 
 
 def grpo(scores, mask, cfg):
@@ -156,7 +161,9 @@ def set_loss_mask(trajectories: list[Trajectory], cfg: AlgorithmConfig = Algorit
     """The one effective mask: sampled tokens, of trajectories that have a score. What leaves it leaves loss, denominators and baselines alike."""
     masks = flat([t.response_mask for t in trajectories], np.bool_).split([len(t.tokens) for t in trajectories])
     for trajectory, mask in zip(trajectories, masks):
-        counts = trajectory.score == trajectory.score and not (cfg.mask_truncated and trajectory.finish_reason == "length")
+        counts = trajectory.score == trajectory.score and not (
+            cfg.mask_truncated and trajectory.finish_reason == "length"
+        )
         trajectory.loss_mask = mask if counts else torch.zeros_like(mask)  # [L]
 
 
@@ -178,21 +185,34 @@ def set_baselines(groups: list[list[Trajectory]], greedy: list[list[Trajectory]]
         for trajectory in group:
             trajectory.baseline = of_prompt[-1].score if of_prompt else float("nan")
             if trajectory.baseline != trajectory.baseline:
-                trajectory.score, trajectory.error = float("nan"), of_prompt[-1].error if of_prompt else "the greedy session of this prompt failed\n"
+                trajectory.score, trajectory.error = (
+                    float("nan"),
+                    of_prompt[-1].error if of_prompt else "the greedy session of this prompt failed\n",
+                )
 
 
 def set_token_level_rewards(trajectories: list[Trajectory], cfg: AlgorithmConfig, kl_coef: float) -> dict[str, float]:
     """The score on each trajectory's last sampled token, less kl_coef * KL(old, ref) on every sampled token when asked for."""
-    kl_means, lengths, mask = [], [len(t.tokens) for t in trajectories], torch.cat([t.loss_mask for t in trajectories]).numpy()
-    last = np.maximum.reduceat(np.where(mask, np.arange(len(mask)), -1), np.cumsum([0, *lengths[:-1]]))  # [S] of all tokens end to end; -1: none counts
+    kl_means, lengths, mask = (
+        [],
+        [len(t.tokens) for t in trajectories],
+        torch.cat([t.loss_mask for t in trajectories]).numpy(),
+    )
+    last = np.maximum.reduceat(
+        np.where(mask, np.arange(len(mask)), -1), np.cumsum([0, *lengths[:-1]])
+    )  # [S] of all tokens end to end; -1: none counts
     rewards = torch.zeros(len(mask), dtype=torch.float64)
-    rewards[last[last >= 0]] = torch.tensor([t.score - t.baseline for t in trajectories], dtype=torch.float64)[last >= 0]
+    rewards[last[last >= 0]] = torch.tensor([t.score - t.baseline for t in trajectories], dtype=torch.float64)[
+        last >= 0
+    ]
     for t, t.token_level_rewards in zip(trajectories, rewards.split(lengths)):
         if cfg.use_kl_in_reward and t.loss_mask.any():
             kl = kl_divergence(t.old_logprobs, t.ref_logprobs, cfg.kl_penalty)  # [L]
             t.token_level_rewards -= kl_coef * torch.where(t.loss_mask, kl, 0.0)
             kl_means.append(float(kl[t.loss_mask].mean()))
-    return {"reward/kl": sum(kl_means) / max(len(kl_means), 1), "reward/kl_coef": kl_coef} if cfg.use_kl_in_reward else {}
+    return (
+        {"reward/kl": sum(kl_means) / max(len(kl_means), 1), "reward/kl_coef": kl_coef} if cfg.use_kl_in_reward else {}
+    )
 
 
 def update_kl_coef(kl_coef: float, kl: float, num_trajectories: int, cfg: AlgorithmConfig) -> float:
@@ -212,11 +232,22 @@ def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> 
     groups = group_by_prompt(trajectories)
     finals = [list({t.session_id: t for t in sorted(g, key=lambda t: t.index)}.values()) for g in groups]  # [P][<= G]
     places = torch.tensor([(p, g) for p, group in enumerate(finals) for g in range(len(group))]).T  # [2, P * G]
-    rewards, masks = (pad_sequence([getattr(t, name)[t.prompt_length :] for g in finals for t in g], batch_first=True) for name in ("token_level_rewards", "loss_mask"))
-    shape = (len(finals), max(len(g) for g in finals), max(rewards.shape[1], 1))  # P, G, T: columns from the first sampled token on
-    scores, mask = (x.new_zeros(shape).index_put_(tuple(places), F.pad(x, (0, shape[2] - x.shape[1]))) for x in (rewards, masks))
+    rewards, masks = (
+        pad_sequence([getattr(t, name)[t.prompt_length :] for g in finals for t in g], batch_first=True)
+        for name in ("token_level_rewards", "loss_mask")
+    )
+    shape = (
+        len(finals),
+        max(len(g) for g in finals),
+        max(rewards.shape[1], 1),
+    )  # P, G, T: columns from the first sampled token on
+    scores, mask = (
+        x.new_zeros(shape).index_put_(tuple(places), F.pad(x, (0, shape[2] - x.shape[1]))) for x in (rewards, masks)
+    )
     advantages = ESTIMATORS[cfg.adv_estimator](scores, mask, cfg)  # [P, G, T]
-    equal = equal_groups(scores, mask)  # [P]; rounding must not invent a signal: fifteen rewards of 0.9 have a mean that is not quite 0.9
+    equal = equal_groups(
+        scores, mask
+    )  # [P]; rounding must not invent a signal: fifteen rewards of 0.9 have a mean that is not quite 0.9
     if cfg.adv_estimator in GROUP_ESTIMATORS:
         advantages[equal] = 0.0
     for group, final_ones, rows in zip(groups, finals, advantages.float().unbind()):
@@ -228,7 +259,9 @@ def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> 
                 continue
             t.advantages = torch.zeros(len(t.tokens))  # [L]
             if final.loss_mask.any():
-                whole = row[int(final.loss_mask.nonzero()[0]) - final.prompt_length]  # the session's: return from its start
+                whole = row[
+                    int(final.loss_mask.nonzero()[0]) - final.prompt_length
+                ]  # the session's: return from its start
                 t.advantages[t.loss_mask] = float(whole)
             else:
                 t.loss_mask = torch.zeros_like(t.loss_mask)  # its session does not count: neither does it
@@ -248,12 +281,25 @@ def advantage_metrics(advantages, scores, mask, equal) -> dict[str, float]:
     solved = (session_scores(scores, mask)[0].sum(1) > 0) & equal
     metrics = {"reward/frac_zero_std": equal.double().mean(), "reward/frac_zero_std_positive": solved.double().mean()}
     if values.numel():
-        metrics |= {"critic/advantages/mean": values.mean(), "critic/advantages/max": values.max(), "critic/advantages/min": values.min()}
+        metrics |= {
+            "critic/advantages/mean": values.mean(),
+            "critic/advantages/max": values.max(),
+            "critic/advantages/min": values.min(),
+        }
     return {name: float(value) for name, value in metrics.items()}
 
 
 ESTIMATORS = {
-    "grpo": grpo, "rloo": rloo, "opo": opo, "gpg": gpg, "grpo_passk": grpo_passk, "remax": remax,
-    "reinforce_plus_plus": reinforce_plus_plus, "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-}  # fmt: skip
-GROUP_ESTIMATORS = ESTIMATORS.keys() - {"reinforce_plus_plus", "remax"}  # those with a baseline from the group: they need n > 1
+    "grpo": grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "grpo_passk": grpo_passk,
+    "remax": remax,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
+GROUP_ESTIMATORS = ESTIMATORS.keys() - {
+    "reinforce_plus_plus",
+    "remax",
+}  # those with a baseline from the group: they need n > 1

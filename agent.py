@@ -6,6 +6,7 @@ is said to the policy before its next turn. Tokens in, tokens out: what was samp
 
 To add an agent, write the coroutine and put it into AGENTS. Or leave this file alone: agent.custom_path names a file of yours.
 """
+
 import asyncio
 import contextlib
 import hashlib
@@ -46,13 +47,20 @@ class AgentConfig:
     """Characters of a tool's result that the policy reads; of a longer one the middle is left out."""
 
     def __post_init__(self):
-        for knob, least in (("max_assistant_turns", 1), ("max_parallel_calls", 1), ("tool_workers", 1), ("max_tool_response_length", 64)):
+        for knob, least in (
+            ("max_assistant_turns", 1),
+            ("max_parallel_calls", 1),
+            ("tool_workers", 1),
+            ("max_tool_response_length", 64),
+        ):
             if getattr(self, knob) < least:
                 raise ValueError(f"agent.{knob}={getattr(self, knob)} must be at least {least}")
         if not 0 < self.tool_timeout_s < math.inf:
             raise ValueError(f"agent.tool_timeout_s={self.tool_timeout_s} must be a number above 0")
         if self.custom_path and self.default_agent_loop != AgentConfig.default_agent_loop:
-            raise ValueError(f"agent.custom_path={self.custom_path!r} and agent.default_agent_loop={self.default_agent_loop!r} are both for the rows that name no agent: leave one out")
+            raise ValueError(
+                f"agent.custom_path={self.custom_path!r} and agent.default_agent_loop={self.default_agent_loop!r} are both for the rows that name no agent: leave one out"
+            )
 
 
 class PromptTooLong(ValueError):
@@ -106,7 +114,9 @@ class Policy:
         key = repr(messages)
         if key not in self.encoded:
             ends = {self.tokenizer.eos_token_id, *self.engine.stop_token_ids} - {None}
-            self.encoded[key] = encode_reply(messages, self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(ends)))
+            self.encoded[key] = encode_reply(
+                messages, self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(ends))
+            )
         return list(self.encoded[key])
 
     def prompt_of(self, tokens: list[int]) -> list[int]:
@@ -116,7 +126,10 @@ class Policy:
     def budget_left(self, tokens: list[int]) -> int:
         """How many more tokens, sampled or read, may follow: data.max_response_length is shared by all that comes after the prompt."""
         data = self.engine.cfg.data
-        return min(data.max_response_length - len(tokens) + len(self.prompt_of(tokens)), data.max_prompt_length + data.max_response_length - len(tokens))
+        return min(
+            data.max_response_length - len(tokens) + len(self.prompt_of(tokens)),
+            data.max_prompt_length + data.max_response_length - len(tokens),
+        )
 
     async def generate(self, tokens: list[int], max_tokens: int | None = None) -> Reply:
         """Sample a continuation of `tokens`, of at most max_tokens and what the budget has left. Calls may run at the same time, from the same tokens too."""
@@ -124,10 +137,14 @@ class Policy:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1")
         if left < 1:
-            raise BudgetUsed(f"{len(tokens) - prompt} tokens follow the prompt of {prompt}: nothing is left of data.max_response_length={self.engine.cfg.data.max_response_length}")
+            raise BudgetUsed(
+                f"{len(tokens) - prompt} tokens follow the prompt of {prompt}: nothing is left of data.max_response_length={self.engine.cfg.data.max_response_length}"
+            )
         self.calls[tuple(tokens)] += 1
         first = self.prompts[0] if self.prompts and tokens[: len(self.prompts[0])] == self.prompts[0] else []
-        seed = session_seed(self.seed, self.calls[tuple(tokens)], *tokens[len(first) :])  # by what it continues, not by when: branches take turns in any order
+        seed = session_seed(
+            self.seed, self.calls[tuple(tokens)], *tokens[len(first) :]
+        )  # by what it continues, not by when: branches take turns in any order
         return await self.engine.generate(list(tokens), self.sampling, min(left, max_tokens or left), seed)
 
     async def call_tool(self, call: Call) -> tuple[str, bool]:
@@ -153,11 +170,15 @@ def load_tokenizer(path: str):
     if not os.path.isdir(path) and (path.startswith((".", "/")) or path.count("/") > 1):
         raise ValueError(f"actor.path={path}: there is no such folder")
     if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in files):
-        raise ValueError(f"actor.path={path}: no tokenizer is in this folder: save the model's beside it ({', '.join(files)})")
+        raise ValueError(
+            f"actor.path={path}: no tokenizer is in this folder: save the model's beside it ({', '.join(files)})"
+        )
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers raises a dozen kinds for the same thing
-        raise ValueError(f"actor.path={path}: no tokenizer loads from it ({type(error).__name__}: {str(error).splitlines()[0]}): name a Hugging Face model folder or id that has one") from error
+        raise ValueError(
+            f"actor.path={path}: no tokenizer loads from it ({type(error).__name__}: {str(error).splitlines()[0]}): name a Hugging Face model folder or id that has one"
+        ) from error
 
 
 def stop_token_ids(path: str, tokenizer) -> list[int]:
@@ -191,11 +212,15 @@ async def tool_agent(task, policy, cfg) -> Trajectory:
         trajectory.finish_reason = reply.finish_reason
         if reply.finish_reason == "length":  # in the midst of a turn
             return trajectory
-        calls = FORMATS[cfg.format].parse(decode(reply.tokens[:-1], policy.tokenizer, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        calls = FORMATS[cfg.format].parse(
+            decode(reply.tokens[:-1], policy.tokenizer, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
         if not calls or trajectory.num_turns == cfg.max_assistant_turns:
             return trajectory
         results = await asyncio.gather(*map(policy.call_tool, calls[: cfg.max_parallel_calls]))
-        results += [(f"error: not run, since a turn may have {cfg.max_parallel_calls} calls", False)] * (len(calls) - len(results))
+        results += [(f"error: not run, since a turn may have {cfg.max_parallel_calls} calls", False)] * (
+            len(calls) - len(results)
+        )
         trajectory.metrics["tool_calls"] += len(calls)
         trajectory.metrics["tool_errors"] += sum(not ok for _, ok in results)
         observation = policy.encode_reply(result_messages([text for text, _ in results], policy.tokenizer, tools))
@@ -210,7 +235,11 @@ AGENTS = {"single_turn_agent": single_turn_agent, "tool_agent": tool_agent}
 
 def find_agent(task: Task, cfg: AgentConfig):
     """The agent of a row: the one it names, else the user's, else the default."""
-    return load_custom(cfg.custom_path) if cfg.custom_path and not task.agent_name else AGENTS[task.agent_name or cfg.default_agent_loop]
+    return (
+        load_custom(cfg.custom_path)
+        if cfg.custom_path and not task.agent_name
+        else AGENTS[task.agent_name or cfg.default_agent_loop]
+    )
 
 
 def agent_tools(task: Task, cfg: AgentConfig) -> list[dict] | None:
@@ -231,8 +260,14 @@ def check_agents(tasks, cfg: AgentConfig) -> None:
     """ValueError when the configuration or a row names an agent, a tool or a format that is not there, or the user's file won't do."""
     if cfg.custom_path:
         load_custom(cfg.custom_path)
-    named = [("agent.default_agent_loop", cfg.default_agent_loop, AGENTS), ("agent.format", cfg.format, FORMATS), *(("agent.tools", name, TOOLS) for name in cfg.tools)]
-    for where, name, known in named + [(f"agent_name of row {t.index}", t.agent_name, AGENTS) for t in tasks if t.agent_name]:
+    named = [
+        ("agent.default_agent_loop", cfg.default_agent_loop, AGENTS),
+        ("agent.format", cfg.format, FORMATS),
+        *(("agent.tools", name, TOOLS) for name in cfg.tools),
+    ]
+    for where, name, known in named + [
+        (f"agent_name of row {t.index}", t.agent_name, AGENTS) for t in tasks if t.agent_name
+    ]:
         if name not in known:
             raise unknown(where, name, known)
     if any(find_agent(t, cfg) is tool_agent for t in tasks):

@@ -2,6 +2,7 @@
 
 Registered with transformers as "packed" by actor.load_model. `packing` is the batch that the model runs on.
 """
+
 import functools
 
 import torch
@@ -10,14 +11,18 @@ import torch.nn.functional as F
 from batch import Batch
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs):
+def packed_attention(
+    module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs
+):
     """Causal attention of each packed sequence to itself. query [1, H, T, D] -> [1, T, H, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     shared, flash = packing.shared, query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     window = sliding_window if sliding_window is not None and packing.max_seqlen > sliding_window else None
     if flash and shared is not None and window is None:
         sizes = shared.num_prompt_tokens, shared.longest_own, shared.longest_responses, shared.longest_prompt
-        return flash_attention(q, k, v, shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, scaling, -1)[0][None], None
+        return flash_attention(q, k, v, shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, scaling, -1)[0][
+            None
+        ], None
     if shared is not None:  # every sequence gets a copy of its prompt, for this layer's attention only
         q, k, v = (x[shared.places] for x in (q, k, v))
     if flash:
@@ -38,8 +43,14 @@ def padded_attention(q, k, v, scaling: float, window: int | None, packing: Batch
 
     mask = None
     if window is not None:
-        mask = torch.ones(packing.max_seqlen, packing.max_seqlen, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-    out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        mask = (
+            torch.ones(packing.max_seqlen, packing.max_seqlen, dtype=torch.bool, device=q.device)
+            .tril()
+            .triu(1 - window)
+        )
+    out = F.scaled_dot_product_attention(
+        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+    )
     return out.transpose(1, 2)[rows, columns]
 
 
@@ -57,16 +68,39 @@ def flash_forward(q, k, v, cu_q, cu_k, longest_q: int, longest_k: int, causal: b
     """out [T, H, D] and log-sum-exp [H, T] float32; a token sees `left` tokens before it, all when -1."""
     if flash_3():
         window = (left, 0 if left >= 0 else -1)
-        return flash_3()(q, k, v, longest_q, cu_q, longest_k, cu_k, softmax_scale=scale, causal=causal, window_size=window, return_softmax_lse=True, num_splits=1, fa_version=3)
+        return flash_3()(
+            q,
+            k,
+            v,
+            longest_q,
+            cu_q,
+            longest_k,
+            cu_k,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window,
+            return_softmax_lse=True,
+            num_splits=1,
+            fa_version=3,
+        )
     window = {"window_size_left": left, "window_size_right": 0} if left >= 0 else {}
-    return torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, longest_q, longest_k, 0.0, causal, False, scale=scale, **window)[:2]
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, longest_q, longest_k, 0.0, causal, False, scale=scale, **window
+    )[:2]
 
 
-def flash_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q: int, longest_k: int, causal: bool, scale: float, left: int = -1):
+def flash_backward(
+    grad, q, k, v, out, lse, cu_q, cu_k, longest_q: int, longest_k: int, causal: bool, scale: float, left: int = -1
+):
     """Gradients of q, k, v, by torch's kernel. Of a part of the keys they are those of the whole attention when `out` and `lse` are the whole's."""
-    rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # there is no dropout
+    rng_state, unused = (
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
+    )  # there is no dropout
     window = {"window_size_left": left, "window_size_right": 0} if left >= 0 else {}
-    return torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, causal, rng_state, unused, scale=scale, **window)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, causal, rng_state, unused, scale=scale, **window
+    )
 
 
 def merge(out, lse, seen, seen_lse) -> None:
@@ -83,34 +117,74 @@ def merge(out, lse, seen, seen_lse) -> None:
 
 @torch.library.custom_op("lockstep::flash_attention", mutates_args=())
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_own: torch.Tensor, cu_responses: torch.Tensor, cu_prompts: torch.Tensor,
-    num_prompt_tokens: int, longest_own: int, longest_responses: int, longest_prompt: int, scale: float, left: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_own: torch.Tensor,
+    cu_responses: torch.Tensor,
+    cu_prompts: torch.Tensor,
+    num_prompt_tokens: int,
+    longest_own: int,
+    longest_responses: int,
+    longest_prompt: int,
+    scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H, D], log-sum-exp [H, T]) of packed sequences. Where prompts are shared, those are the first num_prompt_tokens tokens, and a
     response's two attentions, to itself and to its prompt, are merged by their log-sum-exps."""
     n = num_prompt_tokens
     out, lse = flash_forward(q, k, v, cu_own, cu_own, longest_own, longest_own, True, scale, left)
     out, lse = out.contiguous(), lse.contiguous()
     if n:
-        seen, seen_lse = flash_forward(q[n:], k[:n], v[:n], cu_responses, cu_prompts, longest_responses, longest_prompt, False, scale)
+        seen, seen_lse = flash_forward(
+            q[n:], k[:n], v[:n], cu_responses, cu_prompts, longest_responses, longest_prompt, False, scale
+        )
         merge(out[n:], lse[:, n:], seen, seen_lse)
     return out, lse
 
 
 @torch.library.custom_op("lockstep::flash_attention_backward", mutates_args=())
 def flash_attention_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, cu_own: torch.Tensor, cu_responses: torch.Tensor, cu_prompts: torch.Tensor,
-    num_prompt_tokens: int, longest_own: int, longest_responses: int, longest_prompt: int, scale: float, left: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_own: torch.Tensor,
+    cu_responses: torch.Tensor,
+    cu_prompts: torch.Tensor,
+    num_prompt_tokens: int,
+    longest_own: int,
+    longest_responses: int,
+    longest_prompt: int,
+    scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if left < 0 and q.is_cuda:
         import attention_kernels
 
         if attention_kernels.serves(q, k, len(cu_own) - 1):
-            return attention_kernels.flash_backward(grad, q, k, v, out, lse, cu_own, cu_responses, cu_prompts, num_prompt_tokens, scale)
+            return attention_kernels.flash_backward(
+                grad, q, k, v, out, lse, cu_own, cu_responses, cu_prompts, num_prompt_tokens, scale
+            )
     n, grad = num_prompt_tokens, grad.contiguous()
     dq, dk, dv = flash_backward(grad, q, k, v, out, lse, cu_own, cu_own, longest_own, longest_own, True, scale, left)
     if n:
-        more = flash_backward(grad[n:], q[n:], k[:n], v[:n], out[n:], lse[:, n:].contiguous(), cu_responses, cu_prompts, longest_responses, longest_prompt, False, scale)
+        more = flash_backward(
+            grad[n:],
+            q[n:],
+            k[:n],
+            v[:n],
+            out[n:],
+            lse[:, n:].contiguous(),
+            cu_responses,
+            cu_prompts,
+            longest_responses,
+            longest_prompt,
+            False,
+            scale,
+        )
         dq[n:] += more[0]
         dk[:n] += more[1]
         dv[:n] += more[2]

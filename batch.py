@@ -4,6 +4,7 @@ Letters, the same in every file: P prompts · G sessions a prompt · L tokens of
 (or the padded length in [P, G, T]) · S sequences in a batch · V vocabulary. Index t is about token t everywhere: the
 log-prob at t is that of token t.
 """
+
 import heapq
 import uuid
 from dataclasses import dataclass, field
@@ -50,7 +51,9 @@ class Trajectory:
     weight_version: int = -1  # optimizer state that sampled it: the number of training steps done
     num_turns: int = 0
     response: str = ""  # all after the prompt as text, without special tokens
-    answer: str = ""  # the policy's last turn as text: what rules judge, so that a tool's result is not taken for an answer
+    answer: str = (
+        ""  # the policy's last turn as text: what rules judge, so that a tool's result is not taken for an answer
+    )
     score: float = float("nan")  # NaN: could not be scored; not the same as 0
     baseline: float = 0.0  # the reward of a greedy session of the same prompt (remax)
     score_parts: dict[str, float] = field(default_factory=dict)
@@ -151,14 +154,18 @@ def group_by_prompt(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
 
 def group_kind(group: list[Trajectory]) -> str:
     """informative: its scores differ; otherwise solved (all equal and positive) or failed (the rest)."""
-    finals = {t.session_id: t for t in sorted(group, key=lambda t: t.index)}.values()  # the last output stands for its session
+    finals = {
+        t.session_id: t for t in sorted(group, key=lambda t: t.index)
+    }.values()  # the last output stands for its session
     scores = [t.score for t in finals if t.score == t.score]
     if scores and min(scores) != max(scores):
         return "informative"
     return "solved" if scores and scores[0] > 0 else "failed"
 
 
-def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: int | None = None) -> list[list[list[int]]]:
+def pack(
+    lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: int | None = None
+) -> list[list[list[int]]]:
     """Spread sequences over ranks and micro-batches: `[rank][micro-batch] -> indices`.
 
     Every rank gets the same number of micro-batches, largest first, of at most max_tokens tokens (longest sequence first to the rank
@@ -167,7 +174,9 @@ def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: i
     """
     if max_tokens is not None:
         if lengths and max(lengths) > max_tokens:
-            raise ValueError(f"a trajectory has {max(lengths)} tokens, more than the {max_tokens} that a micro-batch may hold (actor.ppo_max_token_len_per_gpu)")
+            raise ValueError(
+                f"a trajectory has {max(lengths)} tokens, more than the {max_tokens} that a micro-batch may hold (actor.ppo_max_token_len_per_gpu)"
+            )
         rounds = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
         while (ranks := _fill_ranks(lengths, num_ranks, rounds, max_tokens)) is None:
             rounds += 1
@@ -205,7 +214,10 @@ def _fill_ranks(lengths, num_ranks, rounds, max_tokens):
 
 def token_imbalance(plans: list) -> float:
     """How many more tokens than the mean the fullest rank has, which the others wait for, as a share; over the plans of a step."""
-    tokens = [[sum(len(mini_batch[i].tokens) for indices in rank for i in indices) for rank in plan] for mini_batch, plan in plans]  # [update][rank]
+    tokens = [
+        [sum(len(mini_batch[i].tokens) for indices in rank for i in indices) for rank in plan]
+        for mini_batch, plan in plans
+    ]  # [update][rank]
     return sum(map(max, tokens)) * len(tokens[0]) / sum(map(sum, tokens)) - 1
 
 
@@ -216,7 +228,9 @@ def flat(lists: list[list], dtype: type) -> torch.Tensor:
 
 def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """To a GPU without waiting for what it is at: from pinned memory."""
-    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)
+    )
 
 
 def collate(trajectories: list[Trajectory], device: torch.device | str = "cpu") -> Batch:
@@ -232,9 +246,16 @@ def collate(trajectories: list[Trajectory], device: torch.device | str = "cpu") 
         "cu_seqlens": cu_seqlens.to(torch.int32),
         "sampled": response_mask.nonzero()[:, 0],
         "response_mask": response_mask,
-        "loss_mask": response_mask if any(t.loss_mask is None for t in trajectories) else torch.cat([t.loss_mask for t in trajectories]),
+        "loss_mask": response_mask
+        if any(t.loss_mask is None for t in trajectories)
+        else torch.cat([t.loss_mask for t in trajectories]),
         "rollout_logprobs": flat([t.rollout_logprobs for t in trajectories], np.float32),
     }
     values = {name: [getattr(t, name) for t in trajectories] for name in ("old_logprobs", "ref_logprobs", "advantages")}
-    tensors |= {name: None if any(v is None for v in parts) else torch.cat(parts).float() for name, parts in values.items()}
-    return Batch(max_seqlen=int(lengths.max()), **{name: None if tensor is None else send(tensor, device) for name, tensor in tensors.items()})
+    tensors |= {
+        name: None if any(v is None for v in parts) else torch.cat(parts).float() for name, parts in values.items()
+    }
+    return Batch(
+        max_seqlen=int(lengths.max()),
+        **{name: None if tensor is None else send(tensor, device) for name, tensor in tensors.items()},
+    )

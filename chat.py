@@ -1,4 +1,5 @@
 """Chat templates: how a policy is told about its tools, and what is written between two of its turns."""
+
 import functools
 import itertools
 import json
@@ -16,7 +17,16 @@ def with_tools(messages: list[dict] | str, tools: list | None, tokenizer, how: s
     place = tool_place(tokenizer, repr(tokenizer.chat_template), json.dumps(tools))
     if place == "template":
         return messages, tools
-    told = "\n".join(["You may call these functions:", "<tools>", *map(json.dumps, tools), "</tools>", how, "Its result comes in the next message."])
+    told = "\n".join(
+        [
+            "You may call these functions:",
+            "<tools>",
+            *map(json.dumps, tools),
+            "</tools>",
+            how,
+            "Its result comes in the next message.",
+        ]
+    )
     if place == "system" and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]
     first, *rest = messages
@@ -31,7 +41,11 @@ def tool_place(tokenizer, template: str, tools: str) -> str:
     if prompt_text(probe, tokenizer, json.loads(tools)) != prompt_text(probe, tokenizer):
         return "template"
     try:
-        return "system" if "lockstep" in prompt_text([{"role": "system", "content": "lockstep"}, *probe], tokenizer) else "user"
+        return (
+            "system"
+            if "lockstep" in prompt_text([{"role": "system", "content": "lockstep"}, *probe], tokenizer)
+            else "user"
+        )
     except Exception:  # whatever a template raises
         return "user"
 
@@ -54,8 +68,15 @@ def encode_reply(messages: list[dict], tokenizer, ends: list[str]) -> list[int]:
     if start < 0 or not found:
         raise ValueError(f"{blame}: it ends the assistant's turn with none of the model's end tokens {ends}: {plan!r}")
     pieces = re.split(r"lockstep-(\d+)-content", plan[found[0][0] :])  # template, number, template, ...
-    for change in (str, str.strip, lambda text: json.dumps(text, ensure_ascii=False)[1:-1]):  # what templates do to contents
-        parts = [(change(messages[int(piece)]["content"]), True) if i % 2 else (piece, False) for i, piece in enumerate(pieces)]
+    for change in (
+        str,
+        str.strip,
+        lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    ):  # what templates do to contents
+        parts = [
+            (change(messages[int(piece)]["content"]), True) if i % 2 else (piece, False)
+            for i, piece in enumerate(pieces)
+        ]
         if len(pieces) == 2 * len(messages) + 1 and rendered.endswith("".join(text for text, _ in parts)):
             end, *tokens = guarded_tokens(parts, tokenizer)  # with its end token, which may swallow blanks behind it
             assert end == tokenizer.convert_tokens_to_ids(found[0][1]), f"{found[0][1]!r} is not one token"
@@ -68,8 +89,17 @@ def guarded_tokens(parts: list[tuple[str, bool]], tokenizer) -> list[int]:
     characters of a content in it is cut behind its first one, so that it is encoded as the plain text that it is."""
     text, content = "".join(t for t, _ in parts), [is_content for t, is_content in parts for _ in t]
     added = [token for token in tokenizer.get_added_vocab() if len(token) > 1 and token in text]
-    cuts = {m.start() + 1 for token in added for m in re.finditer(f"(?={re.escape(token)})", text) if any(content[m.start() : m.start() + len(token)])}
-    return [x for a, b in itertools.pairwise([0, *sorted(cuts), len(text)]) for x in tokenizer.encode(text[a:b], add_special_tokens=False)]
+    cuts = {
+        m.start() + 1
+        for token in added
+        for m in re.finditer(f"(?={re.escape(token)})", text)
+        if any(content[m.start() : m.start() + len(token)])
+    }
+    return [
+        x
+        for a, b in itertools.pairwise([0, *sorted(cuts), len(text)])
+        for x in tokenizer.encode(text[a:b], add_special_tokens=False)
+    ]
 
 
 def result_messages(texts: list[str], tokenizer, tools: list | None) -> list[dict]:

@@ -4,6 +4,7 @@ A checkpoint is written to a temporary folder, its manifest last, renamed, and n
 disk, leaves the last complete one usable, and one that is not complete is never loaded. Its weights and optimizer are torch's
 distributed format, which any number of ranks reads, and which can run code when it is read: resume only what you trust.
 """
+
 import fnmatch
 import json
 import math
@@ -21,10 +22,35 @@ from manifest import damage, name_again, newest, say, write_durably, write_manif
 
 ATTEMPTS, BACKOFF_S = 3, 2.0
 HARMLESS = (  # knobs that a resumed run may change: they say what is watched and how it is computed, not what is learnt
-    "checkpoint.*", "log.*", "sync.*", "val.*", "trainer.total_*", "trainer.test_freq", "trainer.trace_*", "trainer.check_memory", "trainer.val_*", "data.val_*", "*timeout_s", "*.max_failed_fraction", "*_workers",
-    "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_bytes", "rollout.free_cache_engine", "rollout.enforce_eager", "rollout.lean_*", "rollout.max_num_*", "rollout.tensor_model_parallel_size",
-    "actor.use_dynamic_bsz", "actor.*_per_gpu", "actor.enable_gradient_checkpointing", "actor.use_torch_compile", "actor.share_prompts", "actor.reshard_after_forward", "actor.fsdp_size", "*offload*",
-)  # fmt: skip
+    "checkpoint.*",
+    "log.*",
+    "sync.*",
+    "val.*",
+    "trainer.total_*",
+    "trainer.test_freq",
+    "trainer.trace_*",
+    "trainer.check_memory",
+    "trainer.val_*",
+    "data.val_*",
+    "*timeout_s",
+    "*.max_failed_fraction",
+    "*_workers",
+    "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_memory_bytes",
+    "rollout.free_cache_engine",
+    "rollout.enforce_eager",
+    "rollout.lean_*",
+    "rollout.max_num_*",
+    "rollout.tensor_model_parallel_size",
+    "actor.use_dynamic_bsz",
+    "actor.*_per_gpu",
+    "actor.enable_gradient_checkpointing",
+    "actor.use_torch_compile",
+    "actor.share_prompts",
+    "actor.reshard_after_forward",
+    "actor.fsdp_size",
+    "*offload*",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +70,9 @@ class CheckpointConfig:
 
     def __post_init__(self):
         if self.max_ckpt_to_keep < 1 or self.save_freq < -1:
-            raise ValueError(f"checkpoint.max_ckpt_to_keep={self.max_ckpt_to_keep} must be at least 1 and checkpoint.save_freq={self.save_freq} at least -1")
+            raise ValueError(
+                f"checkpoint.max_ckpt_to_keep={self.max_ckpt_to_keep} must be at least 1 and checkpoint.save_freq={self.save_freq} at least -1"
+            )
         if self.best_metric is not None and not self.best_metric.startswith("val/"):
             raise ValueError(f"checkpoint.best_metric={self.best_metric} must be one of validation's metrics, val/...")
 
@@ -59,7 +87,9 @@ def find(cfg: CheckpointConfig, run_dir: Path) -> Path | None:
     if cfg.resume in ("auto", "never"):
         return newest(run_dir / "checkpoints") if cfg.resume == "auto" else None
     if reason := damage(Path(cfg.resume)):
-        raise ValueError(f"checkpoint.resume={cfg.resume} is neither auto, never, nor the folder of a complete checkpoint: {reason}")
+        raise ValueError(
+            f"checkpoint.resume={cfg.resume} is neither auto, never, nor the folder of a complete checkpoint: {reason}"
+        )
     return Path(cfg.resume)
 
 
@@ -71,8 +101,14 @@ def read_state(checkpoint: Path | None) -> dict:
 def changed_knobs(old: dict, new: dict) -> tuple[list[tuple], list[tuple]]:
     """Knobs whose values differ in two resolved configurations, as (knob, old, new): those that make it a different run, and the others."""
     new = json.loads(json.dumps(new))  # as the old one was: tuples are lists
-    both = [(group, knob) for group, knobs in new.items() for knob in knobs if knob in old.get(group, {})]  # a knob of another version is no change
-    changes = [(f"{group}.{knob}", old[group][knob], new[group][knob]) for group, knob in both if old[group][knob] != new[group][knob]]
+    both = [
+        (group, knob) for group, knobs in new.items() for knob in knobs if knob in old.get(group, {})
+    ]  # a knob of another version is no change
+    changes = [
+        (f"{group}.{knob}", old[group][knob], new[group][knob])
+        for group, knob in both
+        if old[group][knob] != new[group][knob]
+    ]
     harmless = [c for c in changes if any(fnmatch.fnmatch(c[0], pattern) for pattern in HARMLESS)]
     if new["actor"]["lr_scheduler_type"] != "constant":  # the learning rate goes by the steps that are left
         harmless = [c for c in harmless if not c[0].startswith("trainer.total_")]
@@ -83,9 +119,14 @@ def check_changes(cfg: CheckpointConfig, state: dict, config: dict) -> None:
     """Say which knobs a resumed run changes; ValueError when one makes it a different run and cfg.allow_changes is off."""
     if "config" not in state or config["trainer"]["val_only"]:
         return
-    different, harmless = ("; ".join(f"{knob}: {old} -> {new}" for knob, old, new in changes) for changes in changed_knobs(state["config"], config))
+    different, harmless = (
+        "; ".join(f"{knob}: {old} -> {new}" for knob, old, new in changes)
+        for changes in changed_knobs(state["config"], config)
+    )
     if different and not cfg.allow_changes:
-        raise ValueError(f"the checkpoint is of a run with other settings: {different}. Set them back, or checkpoint.allow_changes, or checkpoint.resume=never")
+        raise ValueError(
+            f"the checkpoint is of a run with other settings: {different}. Set them back, or checkpoint.allow_changes, or checkpoint.resume=never"
+        )
     if different or harmless:
         say(f"resuming with other settings: {'; '.join(filter(None, [different, harmless]))}")
 
@@ -98,7 +139,11 @@ def save(cfg: CheckpointConfig, run_dir: Path, step: int, actor, state: dict, to
     folder, lead = run_dir / "checkpoints", dist.get_rank() == 0
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}"
     state = {"step": step, "world_size": dist.get_world_size(), **state}
-    stages = [(lead, lambda: prepare(temporary)), (True, lambda: actor.accelerator.save_state(str(temporary))), (lead, lambda: publish(temporary, final, actor, state, tokenizer))]
+    stages = [
+        (lead, lambda: prepare(temporary)),
+        (True, lambda: actor.accelerator.save_state(str(temporary))),
+        (lead, lambda: publish(temporary, final, actor, state, tokenizer)),
+    ]
     for attempt in range(ATTEMPTS):
         time.sleep(BACKOFF_S * attempt)
         for mine, stage in stages:
@@ -114,7 +159,9 @@ def save(cfg: CheckpointConfig, run_dir: Path, step: int, actor, state: dict, to
         if lead:
             shutil.rmtree(temporary, ignore_errors=True)
     free = f", {shutil.disk_usage(run_dir).free / 2**30:.2f} GiB free" if run_dir.exists() else ""
-    raise ValueError(f"{final} can't be saved (log.default_local_dir{free}): {errors[0]}. Mend the disk and start again: the earlier checkpoints are as they were")
+    raise ValueError(
+        f"{final} can't be saved (log.default_local_dir{free}): {errors[0]}. Mend the disk and start again: the earlier checkpoints are as they were"
+    )
 
 
 def failure(stage) -> str | None:
@@ -127,7 +174,9 @@ def failure(stage) -> str | None:
     except CheckpointException as failed:  # of one or more ranks, raised on all
         error = next(iter(failed.failures.values()))[0]
     except (OSError, RuntimeError) as raised:
-        if isinstance(raised, RuntimeError) and "inline_container" not in str(raised):  # the file of torch's writer that says that a disk is full
+        if isinstance(raised, RuntimeError) and "inline_container" not in str(
+            raised
+        ):  # the file of torch's writer that says that a disk is full
             raise
         error = raised
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
@@ -176,9 +225,13 @@ def mark_best(cfg: CheckpointConfig, run_dir: Path, step: int, metrics: dict[str
     if name is None:
         return False
     if name not in metrics:
-        raise ValueError(f"checkpoint.best_metric={name} is not measured; known: {', '.join(sorted(m for m in metrics if m.startswith('val/')))}")
+        raise ValueError(
+            f"checkpoint.best_metric={name} is not measured; known: {', '.join(sorted(m for m in metrics if m.startswith('val/')))}"
+        )
     best, value, final = read_best(folder), metrics[name], folder / f"step-{step:06d}"
-    held = best.get("metric") == name and best["step"] < step and (folder / best["folder"]).exists()  # one of a later step is of a run that this one left
+    held = (
+        best.get("metric") == name and best["step"] < step and (folder / best["folder"]).exists()
+    )  # one of a later step is of a run that this one left
     if math.isnan(value) or not final.exists() or (held and value <= best["value"]):
         return False
     if os.environ.get("RANK", "0") == "0":
@@ -192,9 +245,12 @@ def load(folder: Path, actor) -> None:
     state = read_state(folder)
     actor.version = state["step"]
     if state.get("world_size", dist.get_world_size()) != dist.get_world_size():
-        say(f"{folder} was saved by {state['world_size']} processes and goes on with {dist.get_world_size()}: weights and optimizer are sharded anew; numbers may differ in rounding")
+        say(
+            f"{folder} was saved by {state['world_size']} processes and goes on with {dist.get_world_size()}: weights and optimizer are sharded anew; numbers may differ in rounding"
+        )
 
 
 if __name__ == "__main__":
     from export import main
+
     main()

@@ -3,6 +3,7 @@
 `train.py --config configs/x.yaml --actor.lr 1e-6`: the file sets, a flag overrides, the dataclass defaults document. Anything
 wrong is a ValueError (or tyro's message, exit code 2) in under three seconds, before a model loads.
 """
+
 import argparse
 import dataclasses
 import os
@@ -48,8 +49,13 @@ class TrainerConfig:
     """Refuse a run that can't fit into the GPU's memory, before anything is loaded (memory.py; the arithmetic is good to some 15 %)."""
 
     def __post_init__(self):
-        if min(x for x in (self.total_epochs, self.total_training_steps, self.trace_freq) if x is not None) < 1 or self.trace_groups < 0:
-            raise ValueError(f"trainer.total_epochs={self.total_epochs}, trainer.total_training_steps={self.total_training_steps} and trainer.trace_freq={self.trace_freq} must be at least 1, trainer.trace_groups={self.trace_groups} not negative")
+        if (
+            min(x for x in (self.total_epochs, self.total_training_steps, self.trace_freq) if x is not None) < 1
+            or self.trace_groups < 0
+        ):
+            raise ValueError(
+                f"trainer.total_epochs={self.total_epochs}, trainer.total_training_steps={self.total_training_steps} and trainer.trace_freq={self.trace_freq} must be at least 1, trainer.trace_groups={self.trace_groups} not negative"
+            )
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,16 @@ def load_config(argv: list[str]) -> Config:
     parser.add_argument("--config")
     found, flags = parser.parse_known_args(argv)
     settings = yaml_flags(found.config) if found.config else []
-    cfg = tyro.cli(Config, args=settings + flags, prog="train.py", description=f"{Config.__doc__}\n\n--config FILE sets knobs from YAML; flags override it.")
+    cfg = tyro.cli(
+        Config,
+        args=settings + flags,
+        prog="train.py",
+        description=f"{Config.__doc__}\n\n--config FILE sets knobs from YAML; flags override it.",
+    )
     check(cfg, int(os.environ.get("WORLD_SIZE", 1)))
-    return replace(cfg, loss=replace(cfg.loss, loss_scale_factor=cfg.loss.loss_scale_factor or float(cfg.data.max_response_length)))
+    return replace(
+        cfg, loss=replace(cfg.loss, loss_scale_factor=cfg.loss.loss_scale_factor or float(cfg.data.max_response_length))
+    )
 
 
 def yaml_flags(path: str) -> list[str]:
@@ -116,8 +129,14 @@ def yaml_flags(path: str) -> list[str]:
         if group in groups and not isinstance(knobs, dict):
             raise ValueError(f"{path}: {group} is a group of knobs, not {knobs!r}")
         if group not in groups:
-            raise ValueError(f"{path}: {group!r} is not a group of knobs{nearest(str(group), groups)}; groups: {', '.join(groups)}")
-        known = {name: kind for name, kind in typing.get_type_hints(groups[group]).items() if name in groups[group].__dataclass_fields__}
+            raise ValueError(
+                f"{path}: {group!r} is not a group of knobs{nearest(str(group), groups)}; groups: {', '.join(groups)}"
+            )
+        known = {
+            name: kind
+            for name, kind in typing.get_type_hints(groups[group]).items()
+            if name in groups[group].__dataclass_fields__
+        }
         for knob, value in knobs.items():
             if knob not in known:
                 raise ValueError(f"{path}: {group}.{knob} is not a knob{nearest(str(knob), known)}")
@@ -129,7 +148,9 @@ def to_flag(name: str, value, kind, path: str) -> list[str]:
     wrong_list = isinstance(value, list) and typing.get_origin(kind) is not tuple
     wrong_none = value is None and type(None) not in typing.get_args(kind)
     if isinstance(value, dict) or wrong_list or wrong_none or (kind is bool and not isinstance(value, bool)):
-        raise ValueError(f"{path}: {name}={value!r} must be {'true or false' if kind is bool else f'a value of type {kind}'}")
+        raise ValueError(
+            f"{path}: {name}={value!r} must be {'true or false' if kind is bool else f'a value of type {kind}'}"
+        )
     if kind is bool:
         group, knob = name.split(".")
         return [f"--{name}" if value else f"--{group}.no-{knob}"]
@@ -140,7 +161,10 @@ def check(cfg: Config, world_size: int) -> None:
     """What no module can check alone. ValueError for what can't run; prints a note for what is rarely meant."""
     batch, mini, n = cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size, cfg.rollout.n
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    for knob, value, known in [("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ESTIMATORS), ("loss.loss_mode", cfg.loss.loss_mode, LOSSES)]:
+    for knob, value, known in [
+        ("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ESTIMATORS),
+        ("loss.loss_mode", cfg.loss.loss_mode, LOSSES),
+    ]:
         if value not in known:
             raise unknown(knob, value, known)
     check_agents([], cfg.agent)
@@ -152,19 +176,31 @@ def check(cfg: Config, world_size: int) -> None:
     if cfg.trainer.val_only and not cfg.data.val_files:
         raise ValueError("trainer.val_only is on, but data.val_files is empty")
     if batch % mini:
-        raise ValueError(f"data.train_batch_size={batch} is not a multiple of actor.ppo_mini_batch_size={mini}: a step is a whole number of mini-batches")
+        raise ValueError(
+            f"data.train_batch_size={batch} is not a multiple of actor.ppo_mini_batch_size={mini}: a step is a whole number of mini-batches"
+        )
     if batch < world_size or mini * n < world_size:
-        raise ValueError(f"{world_size} processes are too many for data.train_batch_size={batch} prompts a step and actor.ppo_mini_batch_size={mini} x rollout.n={n} trajectories an update: each process needs one of both")
+        raise ValueError(
+            f"{world_size} processes are too many for data.train_batch_size={batch} prompts a step and actor.ppo_mini_batch_size={mini} x rollout.n={n} trajectories an update: each process needs one of both"
+        )
     if world_size % cfg.rollout.tensor_model_parallel_size:
-        raise ValueError(f"rollout.tensor_model_parallel_size={cfg.rollout.tensor_model_parallel_size} does not divide the {world_size} processes (accelerate launch --num_processes)")
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={cfg.rollout.tensor_model_parallel_size} does not divide the {world_size} processes (accelerate launch --num_processes)"
+        )
     if n == 1 and (cfg.algorithm.adv_estimator in GROUP_ESTIMATORS or cfg.algorithm.filter_groups):
-        raise ValueError(f"rollout.n=1 gives algorithm.adv_estimator={cfg.algorithm.adv_estimator} or filter_groups no group to compare in: set rollout.n to 2 or more")
+        raise ValueError(
+            f"rollout.n=1 gives algorithm.adv_estimator={cfg.algorithm.adv_estimator} or filter_groups no group to compare in: set rollout.n to 2 or more"
+        )
     for knob in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu") if cfg.actor.use_dynamic_bsz else ():
         budget = getattr(cfg.actor, knob)
         if budget is not None and budget < longest:
-            raise ValueError(f"actor.{knob}={budget} is smaller than one sequence, data.max_prompt_length={cfg.data.max_prompt_length} + data.max_response_length={cfg.data.max_response_length} = {longest} tokens")
+            raise ValueError(
+                f"actor.{knob}={budget} is smaller than one sequence, data.max_prompt_length={cfg.data.max_prompt_length} + data.max_response_length={cfg.data.max_response_length} = {longest} tokens"
+            )
     if cfg.loss.bypass_mode and (cfg.loss.rollout_is, cfg.loss.rollout_rs) != ("none", "none"):
-        raise ValueError(f"loss.rollout_is={cfg.loss.rollout_is} and loss.rollout_rs={cfg.loss.rollout_rs} correct from rollout to old log-probs, but loss.bypass_mode makes them the same: turn one off")
+        raise ValueError(
+            f"loss.rollout_is={cfg.loss.rollout_is} and loss.rollout_rs={cfg.loss.rollout_rs} correct from rollout to old log-probs, but loss.bypass_mode makes them the same: turn one off"
+        )
     for note in notes(cfg) if int(os.environ.get("RANK", 0)) == 0 else ():
         print(f"note: {note}")
 
@@ -172,9 +208,13 @@ def check(cfg: Config, world_size: int) -> None:
 def notes(cfg: Config) -> list[str]:
     found = []
     if cfg.loss.use_kl_loss and cfg.algorithm.use_kl_in_reward:
-        found.append("KL is in the loss (loss.use_kl_loss) and in the reward (algorithm.use_kl_in_reward): two different penalties, both on")
+        found.append(
+            "KL is in the loss (loss.use_kl_loss) and in the reward (algorithm.use_kl_in_reward): two different penalties, both on"
+        )
     if cfg.loss.use_kl_loss and cfg.loss.kl_loss_type == "k1":
         found.append("loss.kl_loss_type=k1 has no KL gradient in expectation: use k2, k3 or k1+")
     if cfg.rollout.top_p < 1 or cfg.rollout.top_k:
-        found.append(f"rollout.top_p={cfg.rollout.top_p}, rollout.top_k={cfg.rollout.top_k}: the actor does not reproduce the cut, so its log-probs and vLLM's differ")
+        found.append(
+            f"rollout.top_p={cfg.rollout.top_p}, rollout.top_k={cfg.rollout.top_k}: the actor does not reproduce the cut, so its log-probs and vLLM's differ"
+        )
     return found

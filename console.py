@@ -1,15 +1,25 @@
 """Text for people. A policy's output, or a user's error that quotes it, may hold what a terminal would obey, and may be longer than anyone reads."""
+
 import sys
 import traceback
 import unicodedata
 
-BIDI = {0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # controls that turn the direction of text
+BIDI = {
+    0x61C,
+    0x200E,
+    0x200F,
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+}  # controls that turn the direction of text
 LINES, WIDTH = 40, 1000  # of a traceback's frames, and of what its error says; characters of a line
 
 
 def printable(text: str) -> str:
     """Text that a terminal shows and does not obey: control characters, lone surrogates and direction controls are spelt out, all else stays as it is."""
-    return "".join(c if c in "\n\t" or (unicodedata.category(c) not in ("Cc", "Cs") and ord(c) not in BIDI) else f"\\x{ord(c):02x}" for c in text.replace("\r\n", "\n"))
+    return "".join(
+        c if c in "\n\t" or (unicodedata.category(c) not in ("Cc", "Cs") and ord(c) not in BIDI) else f"\\x{ord(c):02x}"
+        for c in text.replace("\r\n", "\n")
+    )
 
 
 def one_line(text, room: int) -> str:
@@ -27,7 +37,12 @@ def traceback_text() -> str:
 def shortened(text: str) -> str:
     """At most LINES lines of about WIDTH characters: the first and the last."""
     half = WIDTH // 2
-    lines = [line if len(line) <= WIDTH else f"{line[:half]} [... {len(line) - WIDTH} characters left out ...] {line[-half:]}" for line in text.split("\n")]
+    lines = [
+        line
+        if len(line) <= WIDTH
+        else f"{line[:half]} [... {len(line) - WIDTH} characters left out ...] {line[-half:]}"
+        for line in text.split("\n")
+    ]
     if len(lines) > LINES:
         lines[LINES // 2 : -LINES // 2] = [f"[... {len(lines) - LINES} lines left out ...]"]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 sync_weights.py proves by the bits that they arrived, whichever way they took.
 """
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,7 +29,10 @@ def bit_sum(*tensors: torch.Tensor) -> torch.Tensor:
     integers = {2: torch.int16, 4: torch.int32}
     flat = [t.detach().reshape(-1).view(integers[t.element_size()]) for t in tensors]
     parts = [part for t in flat for part in (t.split(SUMMED_AT_ONCE) if t.numel() > SUMMED_AT_ONCE else (t,))]
-    sums = [(batch[0] if len(batch) == 1 else torch.cat(batch)).sum(dtype=torch.int64) for batch in batches(parts, torch.Tensor.numel)]
+    sums = [
+        (batch[0] if len(batch) == 1 else torch.cat(batch)).sum(dtype=torch.int64)
+        for batch in batches(parts, torch.Tensor.numel)
+    ]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
@@ -39,8 +43,12 @@ class Copies(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.parameters: dict[int, str] = {}  # names of vLLM's parameters by where they are: when one has moved, all is noted anew
-        self.places: dict[tuple, list] = {}  # of a streamed tensor's parts: the parameter, its slice, and the part's size, stride and offset
+        self.parameters: dict[
+            int, str
+        ] = {}  # names of vLLM's parameters by where they are: when one has moved, all is noted anew
+        self.places: dict[
+            tuple, list
+        ] = {}  # of a streamed tensor's parts: the parameter, its slice, and the part's size, stride and offset
         self.tensor, self.finishing, self.only_copies, self.finish_again = None, False, True, True
         self.nothing, self.buffers = ("", torch.empty(0)), set()
 
@@ -54,7 +62,13 @@ class Copies(TorchDispatchMode):
             finish()
             return loaded
         alone = len(parameters) == len(dict(model.named_parameters()))  # no two share memory
-        self.parameters, self.places, self.only_copies, self.finish_again, self.tensor = parameters, {}, alone, False, self.nothing
+        self.parameters, self.places, self.only_copies, self.finish_again, self.tensor = (
+            parameters,
+            {},
+            alone,
+            False,
+            self.nothing,
+        )
         self.buffers = {where(buffer) for buffer in model.buffers()}
         with self:
             loaded = model.load_weights(self.noted(weights))
@@ -77,17 +91,33 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not self.tensor and not self.finishing:  # the actor's, which may be of tensors that are nowhere, such as shards
+        if (
+            not self.tensor and not self.finishing
+        ):  # the actor's, which may be of tensors that are nowhere, such as shards
             return result
         given = [where(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        changes = func._schema.is_mutable and not (func is torch.ops.aten.fill_.Scalar and args[0].numel() == 0)  # an empty fill_ is of a vocabulary that needs no padding
+        changes = func._schema.is_mutable and not (
+            func is torch.ops.aten.fill_.Scalar and args[0].numel() == 0
+        )  # an empty fill_ is of a vocabulary that needs no padding
         if self.finishing:
-            self.finish_again |= any(place in self.parameters for place in given) or (changes and any(place not in self.buffers for place in given[:1]))
+            self.finish_again |= any(place in self.parameters for place in given) or (
+                changes and any(place not in self.buffers for place in given[:1])
+            )
         elif func is torch.ops.aten.copy_.default and given[0] in self.parameters and given[1] == where(self.tensor[1]):
             (into, part), whole = args[:2], self.tensor[1]
-            self.places.setdefault(form(*self.tensor), []).append((self.parameters[given[0]], into, part.size(), part.stride(), part.storage_offset() - whole.storage_offset()))
+            self.places.setdefault(form(*self.tensor), []).append(
+                (
+                    self.parameters[given[0]],
+                    into,
+                    part.size(),
+                    part.stride(),
+                    part.storage_offset() - whole.storage_offset(),
+                )
+            )
         else:
-            made = isinstance(result, torch.Tensor) and where(result) not in given  # of the tensor something that is no part of it
+            made = (
+                isinstance(result, torch.Tensor) and where(result) not in given
+            )  # of the tensor something that is no part of it
             self.only_copies &= not changes and not (made and where(self.tensor[1]) in given)
         return result
 
@@ -101,7 +131,13 @@ class Copies(TorchDispatchMode):
             parts = [(tensor, *part) for name, tensor in batch for part in self.places.get(form(name, tensor), ())]
             loaded.update(name for _, name, *_ in parts)
             if parts:
-                torch._foreach_copy_([into for _, _, into, *_ in parts], [t.as_strided(size, stride, t.storage_offset() + offset) for t, _, _, size, stride, offset in parts])
+                torch._foreach_copy_(
+                    [into for _, _, into, *_ in parts],
+                    [
+                        t.as_strided(size, stride, t.storage_offset() + offset)
+                        for t, _, _, size, stride, offset in parts
+                    ],
+                )
             del batch, unknown, parts  # before the next tensors are there
         if finish_again:
             finish()

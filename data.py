@@ -4,6 +4,7 @@ Two row shapes load unchanged: verl's (`prompt` as messages, `data_source`, `rew
 `agent_name`) and TRL's (`prompt` as text or messages, beside `ground_truth`, `answer` or `solution`). Other columns go to
 `extra_info`. To read another kind of file, add a reader to READERS.
 """
+
 import glob
 import json
 import os
@@ -45,7 +46,13 @@ class DataConfig:
     """data_source of rows that have no such column, as TRL's. Not set: the dataset id or file name in train_files."""
 
     def __post_init__(self):
-        for name in ("train_batch_size", "max_prompt_length", "max_response_length", "train_max_samples", "val_max_samples"):
+        for name in (
+            "train_batch_size",
+            "max_prompt_length",
+            "max_response_length",
+            "train_max_samples",
+            "val_max_samples",
+        ):
             value, may_be_all = getattr(self, name), name.endswith("samples")
             if value < 1 and not (may_be_all and value == -1):
                 raise ValueError(f"data.{name}={value} must be at least 1" + ", or -1 for all rows" * may_be_all)
@@ -54,23 +61,37 @@ class DataConfig:
         check_disjoint(self.train_files, self.val_files)
 
 
-def load_tasks(files: tuple[str, ...], cfg: DataConfig, max_samples: int = -1, knob: str = "data.train_files") -> list[Task]:
+def load_tasks(
+    files: tuple[str, ...], cfg: DataConfig, max_samples: int = -1, knob: str = "data.train_files"
+) -> list[Task]:
     """The first max_samples rows (-1: all) of the files that `knob` names. ValueError says what is wrong, and in which row."""
     tasks = []
     for source in files:
         for where, row in read_rows(source, knob):
-            tasks.append(task_from_row(row, f"{knob}: {where}", len(tasks), cfg.default_data_source or source.partition(":")[0], cfg))
+            tasks.append(
+                task_from_row(
+                    row, f"{knob}: {where}", len(tasks), cfg.default_data_source or source.partition(":")[0], cfg
+                )
+            )
             if len(tasks) == max_samples:
                 return tasks
     if not tasks:
-        raise ValueError(f"{knob}={list(files)} has no rows: name JSONL or Parquet files with some, or a Hugging Face dataset id")
+        raise ValueError(
+            f"{knob}={list(files)} has no rows: name JSONL or Parquet files with some, or a Hugging Face dataset id"
+        )
     return tasks
 
 
 def read_rows(source: str, knob: str) -> Iterator[tuple[str, dict]]:
     """Every row of a file, a glob, a Hugging Face dataset or a task of reasoning_gym, each with the place it stands at."""
-    read = make_rows if source.startswith(PREFIX) else READERS.get(os.path.splitext(source)[1]) or (make_rows if source.startswith("reasoning_gym/") else None)
-    paths = [source] if os.path.isfile(source) or read in (None, make_rows) else sorted(glob.glob(source, recursive=True))
+    read = (
+        make_rows
+        if source.startswith(PREFIX)
+        else READERS.get(os.path.splitext(source)[1]) or (make_rows if source.startswith("reasoning_gym/") else None)
+    )
+    paths = (
+        [source] if os.path.isfile(source) or read in (None, make_rows) else sorted(glob.glob(source, recursive=True))
+    )
     if not paths:
         raise FileNotFoundError(f"{knob}: there is no file {source!r} (looked from {os.getcwd()})")
     for path in paths:
@@ -111,7 +132,9 @@ def read_hub(source: str, knob: str) -> Iterator[tuple[str, dict]]:
         rows = datasets.load_dataset(name, config or None, split=split or "train")
     except Exception as e:
         cause = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0]
-        raise ValueError(f"{knob}: {source!r} is no {' '.join(READERS)} file, nor loads as a Hugging Face dataset id:config:split: {cause}") from e
+        raise ValueError(
+            f"{knob}: {source!r} is no {' '.join(READERS)} file, nor loads as a Hugging Face dataset id:config:split: {cause}"
+        ) from e
     yield from ((f"{source} row {number}", row) for number, row in enumerate(rows))
 
 
@@ -122,16 +145,22 @@ def task_from_row(row: dict, where: str, index: int, data_source: str, cfg: Data
     """A row in verl's or TRL's shape as a Task; ValueError when it has neither."""
     columns = f"; its columns are: {', '.join(row)}"
     if cfg.prompt_key not in row:
-        raise ValueError(f"{where} has no column {cfg.prompt_key!r}: set data.prompt_key to the one that holds the prompt{columns}")
+        raise ValueError(
+            f"{where} has no column {cfg.prompt_key!r}: set data.prompt_key to the one that holds the prompt{columns}"
+        )
     prompt = without_none(row.pop(cfg.prompt_key))
     is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)
     if not prompt or not (isinstance(prompt, str) or is_chat):
-        raise ValueError(f"{where}: {cfg.prompt_key!r} must be a text or a list of messages with role and content, not {reprlib.repr(prompt)}")
+        raise ValueError(
+            f"{where}: {cfg.prompt_key!r} must be a text or a list of messages with role and content, not {reprlib.repr(prompt)}"
+        )
     judged_by = row.pop("reward_model", None)
     if not isinstance(judged_by, dict) or judged_by.get("ground_truth") is None:  # not verl's shape
         name = next((n for n in ("ground_truth", "answer", "solution") if row.get(n) is not None), None)
         if name is None:
-            raise ValueError(f"{where} has no ground truth: it needs reward_model.ground_truth (verl's) or ground_truth, answer or solution (TRL's){columns}")
+            raise ValueError(
+                f"{where} has no ground truth: it needs reward_model.ground_truth (verl's) or ground_truth, answer or solution (TRL's){columns}"
+            )
         judged_by = {"ground_truth": row.pop(name)}
     data_source, agent_name = row.pop("data_source", None) or data_source, row.pop("agent_name", None)
     extra_info = found if isinstance(found := row.pop("extra_info", None) or {}, dict) else {"extra_info": found}
@@ -150,7 +179,9 @@ def prompt_text(messages: list[dict] | str, tokenizer, tools: list | None = None
     if isinstance(messages, str):
         return messages
     if not tokenizer.chat_template:
-        raise ValueError(f"a prompt is chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat template: use text prompts or another model")
+        raise ValueError(
+            f"a prompt is chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat template: use text prompts or another model"
+        )
     return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
 
 
@@ -165,12 +196,16 @@ def fit(tokens: list[int], cfg: DataConfig, task: Task) -> list[int]:
     if len(tokens) <= limit:
         return tokens
     if cfg.truncation == "error":
-        raise ValueError(f"the prompt of row {task.index} has {len(tokens)} tokens, more than data.max_prompt_length={limit}: raise it, or set data.truncation")
+        raise ValueError(
+            f"the prompt of row {task.index} has {len(tokens)} tokens, more than data.max_prompt_length={limit}: raise it, or set data.truncation"
+        )
     head = {"left": 0, "right": limit, "middle": limit // 2}[cfg.truncation]  # tokens kept of its start
     return tokens[:head] + tokens[len(tokens) - (limit - head) :]
 
 
-def filter_overlong(tasks: list[Task], tokenizer, cfg: DataConfig, prompt_of=lambda task: (task.messages, None)) -> list[Task]:
+def filter_overlong(
+    tasks: list[Task], tokenizer, cfg: DataConfig, prompt_of=lambda task: (task.messages, None)
+) -> list[Task]:
     """Tasks whose prompt, `prompt_of` -> (messages, tools), has at most cfg.max_prompt_length tokens, when cfg.filter_overlong_prompts; rank 0 prints how many were dropped."""
     if not cfg.filter_overlong_prompts:
         return tasks
@@ -181,12 +216,21 @@ def filter_overlong(tasks: list[Task], tokenizer, cfg: DataConfig, prompt_of=lam
             prompts.append((isinstance(messages, str), prompt_text(messages, tokenizer, tools)))
         except Exception as e:
             raise ValueError(f"the prompt of row {task.index} can't be rendered: {type(e).__name__}: {e}") from e
-    ids = {kind: iter(tokenizer([text for is_text, text in prompts if is_text == kind] or [""], add_special_tokens=kind)["input_ids"]) for kind in (True, False)}
+    ids = {
+        kind: iter(
+            tokenizer([text for is_text, text in prompts if is_text == kind] or [""], add_special_tokens=kind)[
+                "input_ids"
+            ]
+        )
+        for kind in (True, False)
+    }
     kept = [task for task, (is_text, _) in zip(tasks, prompts) if len(next(ids[is_text])) <= cfg.max_prompt_length]
     if not kept:
         raise ValueError(f"all {len(tasks)} prompts are longer than data.max_prompt_length={cfg.max_prompt_length}")
     if os.environ.get("RANK", "0") == "0":
-        print(f"dropped {len(tasks) - len(kept)} of {len(tasks)} rows: longer than data.max_prompt_length={cfg.max_prompt_length}")
+        print(
+            f"dropped {len(tasks) - len(kept)} of {len(tasks)} rows: longer than data.max_prompt_length={cfg.max_prompt_length}"
+        )
     return kept
 
 
@@ -195,7 +239,9 @@ class TaskStream:
 
     def __init__(self, tasks: list[Task], cfg: DataConfig, seed: int):
         if len(tasks) < cfg.train_batch_size:
-            raise ValueError(f"the dataset has {len(tasks)} rows, fewer than data.train_batch_size={cfg.train_batch_size}")
+            raise ValueError(
+                f"the dataset has {len(tasks)} rows, fewer than data.train_batch_size={cfg.train_batch_size}"
+            )
         self.tasks, self.cfg, self.seed = tasks, cfg, seed
         self.steps_per_epoch = len(tasks) // cfg.train_batch_size
         self.load_state_dict({"epoch": 0, "position": 0})
@@ -214,7 +260,9 @@ class TaskStream:
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
         if self.position > len(self.tasks):
-            raise ValueError(f"the checkpoint is {self.position} rows into an epoch, and data.train_files has {len(self.tasks)}: resume with the same files")
+            raise ValueError(
+                f"the checkpoint is {self.position} rows into an epoch, and data.train_files has {len(self.tasks)}: resume with the same files"
+            )
         self.order = list(range(len(self.tasks)))
         if self.cfg.shuffle:  # a function of (seed, epoch) alone
             random.Random(f"{self.seed}/{self.epoch}").shuffle(self.order)

@@ -3,13 +3,17 @@
 vLLM's sampling draws Gumbel noise for every token of the vocabulary, reads the logits again for the log-probs, and again for a rank that nobody asks
 for. Here a block of the vocabulary is chosen by its share of the probability, then a token of the block: exact, by one random number a token.
 """
+
 import torch
 
 import head
 from head import BLOCK, kernels_for, total_mass
 
 DECODE_PROGRAMS = 1024  # sequences x key-value heads from which a GPU is busy with a program for each
-GOLDEN, MIX = -7046029254386353131, (-4658895280553007687, -7723592293110705685)  # of splitmix64 (Steele, Lea and Flood 2014), as signed numbers
+GOLDEN, MIX = (
+    -7046029254386353131,
+    (-4658895280553007687, -7723592293110705685),
+)  # of splitmix64 (Steele, Lea and Flood 2014), as signed numbers
 
 
 def uniform(seeds, positions):
@@ -31,7 +35,9 @@ def sample_tokens(logits, temperature, seeds, positions, rows=None, at=None):
     if kernels is head:
         temperature, seeds = (temperature, seeds) if rows is None else (temperature[rows], seeds[rows])
         positions = positions if at is None else positions[at]
-        return choose_token(logits, *head.block_statistics(logits, temperature, logits.size(1))[:2], temperature, seeds, positions)
+        return choose_token(
+            logits, *head.block_statistics(logits, temperature, logits.size(1))[:2], temperature, seeds, positions
+        )
     tops, masses, _ = kernels.block_statistics(logits, temperature, logits.size(1), rows)  # [S, B]
     return kernels.choose_token(logits, tops, masses, temperature, seeds, positions, rows, at)
 
@@ -41,14 +47,20 @@ def choose_token(logits, tops, masses, temperature, seeds, positions):
     logsumexp, share = total_mass(tops, masses)
     masses = (masses * share).double()  # [S, B], they add up to 1 but for rounding
     greedy, wanted, ends = temperature[:, None] == 0, uniform(seeds, positions)[:, None], masses.cumsum(-1)
-    block = torch.where(greedy, tops.argmax(-1, keepdim=True), (ends <= wanted * ends[:, -1:]).sum(-1, keepdim=True))  # [S, 1]
+    block = torch.where(
+        greedy, tops.argmax(-1, keepdim=True), (ends <= wanted * ends[:, -1:]).sum(-1, keepdim=True)
+    )  # [S, 1]
     places = block * BLOCK + torch.arange(BLOCK, device=logits.device)  # [S, BLOCK]
     ids = places.clamp(max=logits.size(1) - 1)
     scaled = logits.gather(1, ids).float() / torch.where(greedy, 1.0, temperature[:, None])
     scaled = torch.where(places < logits.size(1), scaled, -torch.inf)
     mass, inner = masses.gather(1, block), (scaled - logsumexp[:, None]).exp().double().cumsum(-1)
-    before = ((wanted * ends[:, -1:] - ends.gather(1, block) + mass) / mass).clamp(0, 1 - 2**-40)  # share of the block's mass that comes before the token
-    place = torch.where(greedy, scaled.argmax(-1, keepdim=True), (inner <= before * inner[:, -1:]).sum(-1, keepdim=True)).clamp(max=BLOCK - 1)  # of no numbers too
+    before = ((wanted * ends[:, -1:] - ends.gather(1, block) + mass) / mass).clamp(
+        0, 1 - 2**-40
+    )  # share of the block's mass that comes before the token
+    place = torch.where(
+        greedy, scaled.argmax(-1, keepdim=True), (inner <= before * inner[:, -1:]).sum(-1, keepdim=True)
+    ).clamp(max=BLOCK - 1)  # of no numbers too
     return ids.gather(1, place)[:, 0], scaled.gather(1, place)[:, 0] - logsumexp
 
 
@@ -67,7 +79,12 @@ def lean_sampler(sampler) -> None:
 
     def is_cut(rows):
         """Whether requests are not whole, or have more to tell than the log-probs of their tokens."""
-        return (states.top_k.np[rows] != states.vocab_size) | (states.top_p.np[rows] != 1) | (states.min_p.np[rows] != 0) | (states.num_logprobs[rows] != 0)
+        return (
+            (states.top_k.np[rows] != states.vocab_size)
+            | (states.top_p.np[rows] != 1)
+            | (states.min_p.np[rows] != 0)
+            | (states.num_logprobs[rows] != 0)
+        )
 
     class LeanSampler(type(sampler)):
         def add_request(self, row, *args, **kwargs):
@@ -77,27 +94,48 @@ def lean_sampler(sampler) -> None:
         def apply_staged_writes(self):
             if self.tables is None:  # vLLM copies all of its tables in every turn
                 super().apply_staged_writes()
-                self.tables = states.temperature.gpu.clone(), states.seeds.gpu.clone()  # vLLM's are in the host's memory, and each block of each row reads them
+                self.tables = (
+                    states.temperature.gpu.clone(),
+                    states.seeds.gpu.clone(),
+                )  # vLLM's are in the host's memory, and each block of each row reads them
 
         def __call__(self, logits, input_batch):
             rows, n = input_batch.idx_mapping_np, input_batch.num_reqs
             if len(rows) != len(logits) or self.cut[rows].any():
                 return super().__call__(logits, input_batch)
-            tokens, logprobs = sample_tokens(logits, *self.tables, input_batch.positions, input_batch.expanded_idx_mapping, input_batch.logits_indices)
+            tokens, logprobs = sample_tokens(
+                logits,
+                *self.tables,
+                input_batch.positions,
+                input_batch.expanded_idx_mapping,
+                input_batch.logits_indices,
+            )
             num_sampled, num_rejected, tokens = self.ones[:n], self.zeros[:n], tokens[:, None]
             if input_batch.is_prefilling_np.any():  # a prompt may not be done yet, and gets no token
                 num_sampled, num_rejected = get_num_sampled_and_rejected(
-                    num_sampled.clone(), input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping, self.req_states.prefill_len.gpu
+                    num_sampled.clone(),
+                    input_batch.seq_lens,
+                    input_batch.cu_num_logits,
+                    input_batch.idx_mapping,
+                    self.req_states.prefill_len.gpu,
                 )
             return SamplerOutput(
-                sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(tokens, logprobs[:, None], self.ranks[:n]),
-                num_nans=None, num_sampled=num_sampled, num_rejected=num_rejected,
-            )  # fmt: skip
+                sampled_token_ids=tokens,
+                logprobs_tensors=LogprobsTensors(tokens, logprobs[:, None], self.ranks[:n]),
+                num_nans=None,
+                num_sampled=num_sampled,
+                num_rejected=num_rejected,
+            )
 
     rows, device = states.max_num_reqs, states.seeds.gpu.device
     sampler.cut, sampler.tables = is_cut(slice(None)), None
-    sampler.ones, sampler.zeros = torch.ones(rows, dtype=torch.int32, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
-    sampler.ranks = torch.zeros(rows, dtype=torch.int64)  # nobody asks for them: on the host, where vLLM copies the others to
+    sampler.ones, sampler.zeros = (
+        torch.ones(rows, dtype=torch.int32, device=device),
+        torch.zeros(rows, dtype=torch.int32, device=device),
+    )
+    sampler.ranks = torch.zeros(
+        rows, dtype=torch.int64
+    )  # nobody asks for them: on the host, where vLLM copies the others to
     sampler.__class__ = LeanSampler
 
 
@@ -111,10 +149,29 @@ def use_decode_kernel() -> None:
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         m = attn_metadata
-        known = self.sliding_window, self.alibi_slopes, self.logits_soft_cap, self.sinks, self.kv_cache_dtype, self.attn_type.lower() == "decoder"
-        plain = known == ((-1, -1), None, 0, None, "auto", True) and self.head_size in (64, 128, 256) and self.num_heads <= 16 * self.num_kv_heads
-        decodes = m is not None and m.max_query_len == 1 and not m.use_cascade and m.causal is True and len(m.seq_lens) >= m.num_actual_tokens
-        if not (plain and decodes and m.num_actual_tokens * self.num_kv_heads >= DECODE_PROGRAMS):  # of fewer, flash attention cuts sequences into parts
+        known = (
+            self.sliding_window,
+            self.alibi_slopes,
+            self.logits_soft_cap,
+            self.sinks,
+            self.kv_cache_dtype,
+            self.attn_type.lower() == "decoder",
+        )
+        plain = (
+            known == ((-1, -1), None, 0, None, "auto", True)
+            and self.head_size in (64, 128, 256)
+            and self.num_heads <= 16 * self.num_kv_heads
+        )
+        decodes = (
+            m is not None
+            and m.max_query_len == 1
+            and not m.use_cascade
+            and m.causal is True
+            and len(m.seq_lens) >= m.num_actual_tokens
+        )
+        if not (
+            plain and decodes and m.num_actual_tokens * self.num_kv_heads >= DECODE_PROGRAMS
+        ):  # of fewer, flash attention cuts sequences into parts
             return flash(self, layer, query, key, value, kv_cache, m, output, *args, **kwargs)
         query = query[: m.num_actual_tokens]
         # vLLM makes a metadata object for each forward pass, and for each capture of a CUDA graph, of all layers of one shape. A graph finds anew in every replay.

@@ -1,5 +1,6 @@
 """What a run keeps of its trajectories, as JSON lines: all of them as text (rollouts/), and of some prompt groups every token with
 every number that belongs to it, from the prompt to the update that used it (traces/). And a few of them as a table for the eye."""
+
 import json
 import math
 from collections.abc import Iterator
@@ -29,10 +30,22 @@ def to_json(record: dict) -> str:
 def dump_record(t: Trajectory) -> dict:
     advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
     return {
-        "key": t.key, "row": t.task.index, "data_source": t.task.data_source, "prompt": t.task.messages, "response": t.response, "ground_truth": t.task.ground_truth,
-        "score": t.score, "score_parts": t.score_parts, "advantage": advantage, "finish_reason": t.finish_reason,
-        "prompt_length": t.prompt_length, "response_length": t.response_length, "num_turns": t.num_turns, "weight_version": t.weight_version, "error": t.error,
-    }  # fmt: skip
+        "key": t.key,
+        "row": t.task.index,
+        "data_source": t.task.data_source,
+        "prompt": t.task.messages,
+        "response": t.response,
+        "ground_truth": t.task.ground_truth,
+        "score": t.score,
+        "score_parts": t.score_parts,
+        "advantage": advantage,
+        "finish_reason": t.finish_reason,
+        "prompt_length": t.prompt_length,
+        "response_length": t.response_length,
+        "num_turns": t.num_turns,
+        "weight_version": t.weight_version,
+        "error": t.error,
+    }
 
 
 def trace_records(trajectories: list[Trajectory], num_groups: int, actor, tokenizer, gamma: float) -> Iterator[dict]:
@@ -44,11 +57,23 @@ def trace_records(trajectories: list[Trajectory], num_groups: int, actor, tokeni
     """
     for t in (t for group in group_by_prompt(trajectories)[:num_groups] for t in group):
         record = dump_record(t) | {
-            "uid": t.uid, "session_id": t.session_id, "index": t.index, "seq_length": len(t.tokens), "mask_sum": sum(t.response_mask), "loss_mask_sum": int(t.loss_mask.sum()),
-            "consumed": consumed(t, actor.plans), "sync_step": actor.version, "tokens": t.tokens, "pieces": pieces(t.tokens, tokenizer),
-            "response_mask": t.response_mask, "loss_mask": t.loss_mask.int().tolist(),
-        }  # fmt: skip
-        floats = {name: getattr(t, name) for name in ("token_level_rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")}
+            "uid": t.uid,
+            "session_id": t.session_id,
+            "index": t.index,
+            "seq_length": len(t.tokens),
+            "mask_sum": sum(t.response_mask),
+            "loss_mask_sum": int(t.loss_mask.sum()),
+            "consumed": consumed(t, actor.plans),
+            "sync_step": actor.version,
+            "tokens": t.tokens,
+            "pieces": pieces(t.tokens, tokenizer),
+            "response_mask": t.response_mask,
+            "loss_mask": t.loss_mask.int().tolist(),
+        }
+        floats = {
+            name: getattr(t, name)
+            for name in ("token_level_rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+        }
         floats |= {"returns": returns(t, gamma), "entropy": actor.entropies.get(t.key)}
         yield record | {name: rounded(values) for name, values in floats.items()}
 
@@ -80,7 +105,11 @@ def consumed(t: Trajectory, plans: list) -> list[dict]:
     for update, (mini_batch, plan) in enumerate(plans):
         index = next((i for i, other in enumerate(mini_batch) if other is t), None)
         for rank, micro_batches in enumerate(plan):
-            places += [{"update": update, "micro_batch": number, "rank": rank} for number, indices in enumerate(micro_batches) if index in indices]
+            places += [
+                {"update": update, "micro_batch": number, "rank": rank}
+                for number, indices in enumerate(micro_batches)
+                if index in indices
+            ]
     return places
 
 
@@ -110,5 +139,7 @@ def sample_table(records: list[dict], width: int) -> str:
     for r in records:
         prompt = r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1].get("content")
         advantage = "" if r["advantage"] is None else f"{r['advantage']:.2f}"
-        lines.append(f"{r['score']:7.2f} {advantage:>7}  {one_line(prompt, room):<{room}} {one_line(r['response'], room)}")
+        lines.append(
+            f"{r['score']:7.2f} {advantage:>7}  {one_line(prompt, room):<{room}} {one_line(r['response'], room)}"
+        )
     return "\n".join(lines)

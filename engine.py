@@ -2,6 +2,7 @@
 
 Every private name of vLLM that Lockstep touches is in the shim at the top.
 """
+
 import asyncio
 import contextlib
 import copy
@@ -41,12 +42,18 @@ def import_vllm():
 
     if not VLLM_VERSIONS[0] <= version_of(vllm) < VLLM_VERSIONS[1]:
         low, high = (".".join(map(str, v)) for v in VLLM_VERSIONS)
-        raise ValueError(f"vLLM {vllm.__version__} is installed; Lockstep knows {low} up to, not including, {high} (see requirements.txt)")
+        raise ValueError(
+            f"vLLM {vllm.__version__} is installed; Lockstep knows {low} up to, not including, {high} (see requirements.txt)"
+        )
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda inspect: inspect()  # of a model it has not seen it would import vLLM once more (15 s on a CPU), so as not to touch the GPU: nothing forks here
+    registry._run_in_subprocess = (
+        lambda inspect: inspect()
+    )  # of a model it has not seen it would import vLLM once more (15 s on a CPU), so as not to touch the GPU: nothing forks here
     if torch.cuda.is_available():
-        vllm.SamplingParams.for_sampler_warmup = staticmethod(lambda: vllm.SamplingParams(logprobs=0))  # else kernels of penalties and the like are compiled too
+        vllm.SamplingParams.for_sampler_warmup = staticmethod(
+            lambda: vllm.SamplingParams(logprobs=0)
+        )  # else kernels of penalties and the like are compiled too
     else:
         import vllm.model_executor.layers.utils as layers
 
@@ -56,7 +63,9 @@ def import_vllm():
         layers.dispatch_cpu_unquantized_gemm = keep_weights
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shared
 
-        named = shared.make_group_name  # the same in every run on a machine: two would share memory, and one that was killed would block the next
+        named = (
+            shared.make_group_name
+        )  # the same in every run on a machine: two would share memory, and one that was killed would block the next
         shared.make_group_name = staticmethod(lambda communicator: f"{named(communicator)}-{os.environ['MASTER_PORT']}")
     return vllm
 
@@ -93,9 +102,26 @@ def sampling_params(llm, temperature: float, top_p: float, top_k: int, ignore_eo
     """What requests of a kind ask for, as vLLM's front end checks and completes it: the sampled tokens and their log-probs, once they are all there."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    kind = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "ignore_eos": ignore_eos, "stop_token_ids": list(stop_token_ids), "max_tokens": 1, "seed": 0}
-    params = SamplingParams(**kind, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
-    return llm.llm_engine.input_processor.process_inputs("0", {"prompt_token_ids": [0]}, params, llm.llm_engine.get_supported_tasks()).sampling_params
+    kind = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "ignore_eos": ignore_eos,
+        "stop_token_ids": list(stop_token_ids),
+        "max_tokens": 1,
+        "seed": 0,
+    }
+    params = SamplingParams(
+        **kind,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+    return llm.llm_engine.input_processor.process_inputs(
+        "0", {"prompt_token_ids": [0]}, params, llm.llm_engine.get_supported_tasks()
+    ).sampling_params
 
 
 def past_front_end(llm) -> bool:
@@ -113,15 +139,31 @@ def give_orders(llm, requests: list[tuple], aborted: list[str]) -> None:
 
     core = llm.llm_engine.engine_core.engine_core
     for name, tokens, params in requests:
-        core.add_request(Request(request_id=name, prompt_token_ids=tokens, sampling_params=params, pooling_params=None, block_hasher=core.request_block_hasher))
+        core.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=tokens,
+                sampling_params=params,
+                pooling_params=None,
+                block_hasher=core.request_block_hasher,
+            )
+        )
     llm.llm_engine.engine_core.abort_requests(aborted)
 
 
 def take_step(llm) -> list[tuple]:
     """A step of vLLM; name, tokens, log-probs and finish reason of every request that ended."""
     if past_front_end(llm):
-        return [(o.request_id, o.new_token_ids, o.kv_transfer_params[OUTCOME], str(o.finish_reason)) for o in llm.llm_engine.engine_core.get_output().outputs]
-    return [(out.request_id, list(o.token_ids), list(o.logprobs.logprobs), o.finish_reason) for out in llm.llm_engine.step() if out.finished for o in out.outputs]
+        return [
+            (o.request_id, o.new_token_ids, o.kv_transfer_params[OUTCOME], str(o.finish_reason))
+            for o in llm.llm_engine.engine_core.get_output().outputs
+        ]
+    return [
+        (out.request_id, list(o.token_ids), list(o.logprobs.logprobs), o.finish_reason)
+        for out in llm.llm_engine.step()
+        if out.finished
+        for o in out.outputs
+    ]
 
 
 def asleep_bytes() -> int:
@@ -135,7 +177,9 @@ def finish_loading(llm) -> None:
     """What vLLM does to weights once they are loaded."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    process_weights_after_loading(vllm_model(llm), llm.llm_engine.model_config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    process_weights_after_loading(
+        vllm_model(llm), llm.llm_engine.model_config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
 
 
 class Engine:
@@ -152,7 +196,11 @@ class Engine:
         self.sleeps = torch.cuda.is_available() and cfg.rollout.free_cache_engine
         check_gpu_memory(cfg.rollout)
         check_heads(cfg.actor.path, cfg.rollout.tensor_model_parallel_size)
-        kernels = torch.cuda.is_available() and cfg.rollout.lean_kernels and KERNEL_VERSIONS[0] <= version_of(vllm) < KERNEL_VERSIONS[1]
+        kernels = (
+            torch.cuda.is_available()
+            and cfg.rollout.lean_kernels
+            and KERNEL_VERSIONS[0] <= version_of(vllm) < KERNEL_VERSIONS[1]
+        )
         if kernels:
             use_decode_kernel()
         self.llm = vllm.LLM(
@@ -172,10 +220,14 @@ class Engine:
             kv_cache_memory_bytes=cfg.rollout.kv_cache_memory_bytes,
             enforce_eager=cfg.rollout.enforce_eager or not torch.cuda.is_available(),
             enable_chunked_prefill=torch.cuda.is_available(),  # on the CPU it fails for a seeded prompt that it cuts in two
-            compilation_config={"cudagraph_capture_sizes": capture_sizes(cfg.rollout.max_num_seqs)} if torch.cuda.is_available() else None,
+            compilation_config={"cudagraph_capture_sizes": capture_sizes(cfg.rollout.max_num_seqs)}
+            if torch.cuda.is_available()
+            else None,
             max_num_seqs=cfg.rollout.max_num_seqs,
             max_num_batched_tokens=cfg.rollout.max_num_batched_tokens,
-            scheduler_cls=lean_scheduler(asynchronous=torch.cuda.is_available()) if cfg.rollout.lean_scheduler else None,
+            scheduler_cls=lean_scheduler(asynchronous=torch.cuda.is_available())
+            if cfg.rollout.lean_scheduler
+            else None,
         )
         if kernels:
             lean_sampler(self.llm.llm_engine.model_executor.driver_worker.model_runner.sampler)
@@ -189,13 +241,19 @@ class Engine:
         self.waiting: dict[str, asyncio.Future] = {}
         self.orders: tuple[list, list] = ([], [])  # requests to add and names to abort at the next turn
         self.news = None  # set when a session queued a request or ended
-        self.unfinished, self.numbers, self.idle_s = set(), itertools.count(1), 0.0  # names of the requests that vLLM has; of those to come, none of which it ever had; seconds
+        self.unfinished, self.numbers, self.idle_s = (
+            set(),
+            itertools.count(1),
+            0.0,
+        )  # names of the requests that vLLM has; of those to come, none of which it ever had; seconds
         self.state = "awake"
         self.sleep()
 
     def _move(self, expected: str, new: str) -> None:
         if self.state != expected:
-            raise RuntimeError(f"vLLM is {self.state}, where {expected} is needed to become {new}: the order is sleep, wake weights, load every tensor, wake the cache, generate")
+            raise RuntimeError(
+                f"vLLM is {self.state}, where {expected} is needed to become {new}: the order is sleep, wake weights, load every tensor, wake the cache, generate"
+            )
         self.state = new
 
     def sleep(self) -> None:
@@ -240,7 +298,9 @@ class Engine:
         longest = self.llm.llm_engine.model_config.max_model_len - 1
         if not 0 < len(tokens) <= longest or not 0 <= min(tokens) <= max(tokens) < self.num_tokens or max_tokens < 1:
             ids = f"ids {min(tokens)} to {max(tokens)}" if tokens else "none"
-            raise ValueError(f"can't continue {len(tokens)} tokens, {ids}, by {max_tokens}: vLLM takes 1 to {longest} tokens of ids 0 to {self.num_tokens - 1}, and samples at least 1")
+            raise ValueError(
+                f"can't continue {len(tokens)} tokens, {ids}, by {max_tokens}: vLLM takes 1 to {longest} tokens of ids 0 to {self.num_tokens - 1}, and samples at least 1"
+            )
         kind = sampling.temperature, sampling.top_p, sampling.top_k, self.cfg.rollout.ignore_eos, *self.stop_token_ids
         if kind not in self.params:
             self.params[kind] = sampling_params(self.llm, *kind)
@@ -256,7 +316,9 @@ class Engine:
             self.waiting.pop(name, None)
             self.orders[1].append(name)
             raise
-        assert len(reply.tokens) == len(reply.logprobs), f"vLLM gave {len(reply.tokens)} tokens and {len(reply.logprobs)} log-probs"
+        assert len(reply.tokens) == len(reply.logprobs), (
+            f"vLLM gave {len(reply.tokens)} tokens and {len(reply.logprobs)} log-probs"
+        )
         return reply
 
     def drive(self, sessions: list) -> list:
@@ -297,7 +359,9 @@ class Engine:
             job.add_done_callback(ended)
         try:
             while pending and not failed:
-                for _ in range(4):  # passes of the event loop, in which sessions start, and queue their first turn or the next one
+                for _ in range(
+                    4
+                ):  # passes of the event loop, in which sessions start, and queue their first turn or the next one
                     await asyncio.sleep(0)
                     if work := bool(any(self.orders) or self.unfinished):
                         break
@@ -315,7 +379,9 @@ class Engine:
                 raise failed[0]
             return [job.result() for job in jobs]
         finally:
-            if left := [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and (task.cancel() or True)]:
+            if left := [
+                task for task in asyncio.all_tasks() if task is not asyncio.current_task() and (task.cancel() or True)
+            ]:
                 await asyncio.wait(left, timeout=5)  # one that holds on is left behind
             self.orders[1].extend(self.waiting)
             self.waiting.clear()
@@ -356,7 +422,11 @@ def plain_sleep():
     soon enough; it empties torch's cache, which the actor is about to need; and it stops the run when the GPU has less free than before, since
     another process took some meanwhile."""
     collect, empty, memory = gc.collect, torch.cuda.empty_cache, torch.accelerator.get_memory_info
-    gc.collect, torch.cuda.empty_cache, torch.accelerator.get_memory_info = lambda *_, **__: 0, lambda: None, lambda *_: (0, 0)
+    gc.collect, torch.cuda.empty_cache, torch.accelerator.get_memory_info = (
+        lambda *_, **__: 0,
+        lambda: None,
+        lambda *_: (0, 0),
+    )
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 What the softmax needs is found in one pass over the logits, block by block of the vocabulary, and their gradient is written over them in
 another: on a GPU by kernels.py, which has the two functions at the end of this file as Triton.
 """
+
 import sys
 import types
 
@@ -23,7 +24,14 @@ def replace_head(head, num_tokens: int, temperature: float) -> None:
 def head_forward(head, hidden):
     """log-prob and entropy of head.targets [K], [1, K, hidden] -> [1, K, 2] float32."""
     hidden = hidden.reshape(-1, hidden.size(-1)).to(head.weight.dtype)  # [K, hidden]
-    return LogProbs.apply(hidden, head.weight, head.bias, head.targets, torch.full((), head.temperature, dtype=torch.float32, device=hidden.device), head.num_tokens)
+    return LogProbs.apply(
+        hidden,
+        head.weight,
+        head.bias,
+        head.targets,
+        torch.full((), head.temperature, dtype=torch.float32, device=hidden.device),
+        head.num_tokens,
+    )
 
 
 def rows_at_once(vocab: int) -> int:
@@ -47,10 +55,14 @@ class LogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, num_tokens):
         def of_chunk(h, t):
             logits = F.linear(h, weight, bias)
-            return *kernels_for(h).block_statistics(logits, temperature, num_tokens), logits.gather(-1, t[:, None])[:, 0].float() / temperature
+            return *kernels_for(h).block_statistics(logits, temperature, num_tokens), logits.gather(-1, t[:, None])[
+                :, 0
+            ].float() / temperature
 
         rows = rows_at_once(weight.size(0))
-        tops, masses, firsts, chosen = map(torch.cat, zip(*map(of_chunk, hidden.split(rows), targets.split(rows))))  # [K, B], and [K]
+        tops, masses, firsts, chosen = map(
+            torch.cat, zip(*map(of_chunk, hidden.split(rows), targets.split(rows)))
+        )  # [K, B], and [K]
         logsumexp, share = total_mass(tops, masses)
         mean = (firsts * share).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, logsumexp, mean)
@@ -62,8 +74,13 @@ class LogProbs(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, bias, targets, temperature, logsumexp, mean = ctx.saved_tensors
         grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
-        for chunk, h, *of_rows in zip(grad_hidden.split(ctx.rows), *(x.split(ctx.rows) for x in (hidden, targets, logsumexp, mean, *grad[0].unbind(-1)))):
-            logits = kernels_for(h).logit_gradient(F.linear(h, weight, bias), *of_rows, temperature, ctx.num_tokens)  # their gradient
+        for chunk, h, *of_rows in zip(
+            grad_hidden.split(ctx.rows),
+            *(x.split(ctx.rows) for x in (hidden, targets, logsumexp, mean, *grad[0].unbind(-1))),
+        ):
+            logits = kernels_for(h).logit_gradient(
+                F.linear(h, weight, bias), *of_rows, temperature, ctx.num_tokens
+            )  # their gradient
             torch.mm(logits, weight, out=chunk)
             grad_weight = torch.mm(logits.T, h) if grad_weight is None else grad_weight.addmm_(logits.T, h)
             if bias is not None:
@@ -95,5 +112,7 @@ def logit_gradient(logits, targets, logsumexp, mean, grad_logprob, grad_entropy,
     """The gradient of the logits, in their type. d logprob / dx = [target] - p, d entropy / dx = -p (x - mean), of x = logits / temperature and p = softmax(x)."""
     scaled, ids = (logits.float() / temperature).clamp(min=LOW), torch.arange(logits.size(1), device=logits.device)
     p = (scaled - logsumexp[:, None]).exp()
-    grad = torch.where(ids == targets[:, None], grad_logprob[:, None], 0.0) - p * (grad_logprob[:, None] + grad_entropy[:, None] * (scaled - mean[:, None]))
+    grad = torch.where(ids == targets[:, None], grad_logprob[:, None], 0.0) - p * (
+        grad_logprob[:, None] + grad_entropy[:, None] * (scaled - mean[:, None])
+    )
     return torch.where(ids < num_tokens, grad / temperature, 0.0).to(logits.dtype)

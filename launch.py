@@ -2,6 +2,7 @@
 
 train.py needs `run(main)`, `make_accelerator(cfg.actor)`, and `told_to_stop(device)`, which says whether any rank was asked to end.
 """
+
 import ctypes
 import os
 import signal
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from console import printable
 
 PR_SET_PDEATHSIG = 1
-COLLECTIVE_TIMEOUT = timedelta(hours=2)  # a rank that has sampled waits for the slowest, whose sessions may take rollout.group_timeout_s
+COLLECTIVE_TIMEOUT = timedelta(
+    hours=2
+)  # a rank that has sampled waits for the slowest, whose sessions may take rollout.group_timeout_s
 SMALL_MODEL = 10**9  # parameters
 sigterm = threading.Event()
 
@@ -38,7 +41,9 @@ def run(main) -> None:
         raise
     except BaseException as error:
         here, where = Path(__file__).parent, Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        users = isinstance(error, (ValueError, FileNotFoundError)) and where.parent == here  # raised by Lockstep's own code
+        users = (
+            isinstance(error, (ValueError, FileNotFoundError)) and where.parent == here
+        )  # raised by Lockstep's own code
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             time.sleep(1.0)  # was it the end of another rank that this one noticed? Then its error is the one to read
             if sibling_ended():
@@ -71,10 +76,19 @@ def relaunch_ranks() -> None:
     import psutil
 
     words = psutil.Process(os.getppid()).cmdline()
-    asked = [(word + "=" + after).split("=")[1] for word, after in zip(words, [*words[1:], ""]) if word.split("=")[0] == "--num_processes"]
+    asked = [
+        (word + "=" + after).split("=")[1]
+        for word, after in zip(words, [*words[1:], ""])
+        if word.split("=")[0] == "--num_processes"
+    ]
     if not asked:
-        raise ValueError("accelerate starts one process on a machine without GPUs, whatever its configuration says: put --num_processes N on its command line")
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked[0]}", *sys.argv])
+        raise ValueError(
+            "accelerate starts one process on a machine without GPUs, whatever its configuration says: put --num_processes N on its command line"
+        )
+    os.execv(
+        sys.executable,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked[0]}", *sys.argv],
+    )
 
 
 def watch_for_sigterm() -> None:
@@ -128,12 +142,21 @@ def make_accelerator(cfg):
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
+            os.environ.update(
+                RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1])
+            )
     world_size, shards, cpu = int(os.environ["WORLD_SIZE"]), num_shards(cfg), not torch.cuda.is_available()
     if world_size % shards:
-        raise ValueError(f"actor.fsdp_size={shards} does not divide the {world_size} processes into copies of the same size: choose a divisor, or -1 for one copy")
+        raise ValueError(
+            f"actor.fsdp_size={shards} does not divide the {world_size} processes into copies of the same size: choose a divisor, or -1 for one copy"
+        )
     plugin = make_plugin(cfg, activation_checkpointing=cfg.enable_gradient_checkpointing)
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)], cpu=cpu, fsdp_plugin=plugin, mixed_precision="bf16" if cfg.dtype == "bfloat16" else "no")
+    accelerator = Accelerator(
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
+        cpu=cpu,
+        fsdp_plugin=plugin,
+        mixed_precision="bf16" if cfg.dtype == "bfloat16" else "no",
+    )
     if cpu:
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -141,12 +164,16 @@ def make_accelerator(cfg):
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
-    assert accelerator.distributed_type == DistributedType.FSDP, f"FSDP is not active: accelerate says {accelerator.distributed_type}"
+    assert accelerator.distributed_type == DistributedType.FSDP, (
+        f"FSDP is not active: accelerate says {accelerator.distributed_type}"
+    )
     if shards < world_size:
         # accelerate's own way to a 2-D mesh refuses the CPU and copies of one shard. It reads these two when it prepares a model.
         copies = world_size // shards
         accelerator.state.parallelism_config = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)
-        accelerator.state.device_mesh = init_device_mesh(accelerator.device.type, (copies, shards), mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+        accelerator.state.device_mesh = init_device_mesh(
+            accelerator.device.type, (copies, shards), mesh_dim_names=("dp_replicate", "dp_shard_cp")
+        )
     return accelerator
 
 
@@ -163,7 +190,12 @@ def reshards(cfg, shards: int) -> bool:
 def one_group(cfg, world_size: int, count_parameters) -> bool:
     """Whether FSDP takes a model as one group, not layer by layer: on one GPU nothing is gathered, and a small model waits for the hooks of its layers.
     (accelerate checkpoints what it wraps.) count_parameters() is asked last, since it may take a second."""
-    return world_size == 1 and not reshards(cfg, 1) and not cfg.enable_gradient_checkpointing and count_parameters() < SMALL_MODEL
+    return (
+        world_size == 1
+        and not reshards(cfg, 1)
+        and not cfg.enable_gradient_checkpointing
+        and count_parameters() < SMALL_MODEL
+    )
 
 
 def count_parameters(path: str) -> int:
@@ -181,5 +213,11 @@ def make_plugin(cfg, **kwargs):
 
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
     kwargs |= {"reshard_after_forward": reshards(cfg, num_shards(cfg)), "mixed_precision_policy": policy}
-    wrap = "no_wrap" if one_group(cfg, int(os.environ["WORLD_SIZE"]), lambda: count_parameters(cfg.path)) else "transformer_based_wrap"
-    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False, **kwargs)
+    wrap = (
+        "no_wrap"
+        if one_group(cfg, int(os.environ["WORLD_SIZE"]), lambda: count_parameters(cfg.path))
+        else "transformer_based_wrap"
+    )
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False, **kwargs
+    )

@@ -1,4 +1,5 @@
 """Where a run leaves its traces: metrics.jsonl, one console line a step, wandb and TensorBoard, the rollouts, and the time and memory of each phase."""
+
 import contextlib
 import dataclasses
 import math
@@ -48,13 +49,17 @@ class LogConfig:
 
     def __post_init__(self):
         if self.max_skipped_steps < 1 or min(self.rollout_dump_freq, self.samples_every, *self.replay_steps) < 0:
-            raise ValueError(f"log.max_skipped_steps={self.max_skipped_steps} must be at least 1, log.rollout_dump_freq={self.rollout_dump_freq}, log.samples_every={self.samples_every} and log.replay_steps={self.replay_steps} not negative")
+            raise ValueError(
+                f"log.max_skipped_steps={self.max_skipped_steps} must be at least 1, log.rollout_dump_freq={self.rollout_dump_freq}, log.samples_every={self.samples_every} and log.replay_steps={self.replay_steps} not negative"
+            )
 
 
 class Logger:
     """Rank 0 writes; the other ranks time themselves and stay silent."""
 
-    def __init__(self, cfg: LogConfig, run_dir: Path, rank: int, steps: tuple[int, int], settings: dict, wandb_id: str | None):
+    def __init__(
+        self, cfg: LogConfig, run_dir: Path, rank: int, steps: tuple[int, int], settings: dict, wandb_id: str | None
+    ):
         first_step, total_steps = steps
         self.cfg, self.run_dir, self.rank, self.total_steps = cfg, run_dir, rank, total_steps
         self.metrics, self.seconds, self.steps_timed, self.started = {}, 0.0, 0, time.perf_counter()
@@ -66,7 +71,9 @@ class Logger:
             self.doctor = Doctor(settings)
             for record in before:
                 self.doctor.lines(record)
-            for path in (run_dir / "rollouts").glob("*.failed.jsonl"):  # of steps that are done again; dumps are overwritten, these grow
+            for path in (run_dir / "rollouts").glob(
+                "*.failed.jsonl"
+            ):  # of steps that are done again; dumps are overwritten, these grow
                 if int(path.name.removeprefix("val-").partition(".")[0]) >= first_step:
                     path.unlink()
             if "console" in cfg.logger and sys.stderr.isatty():
@@ -101,12 +108,22 @@ class Logger:
         m["timing_s/step"] = self.started - started
         if "perf/total_num_tokens" in m:
             self.seconds, self.steps_timed = self.seconds + m["timing_s/step"], self.steps_timed + 1
-            m["perf/throughput"] = m["perf/total_num_tokens"] / m["timing_s/step"] / (dist.get_world_size() if dist.is_initialized() else 1)
+            m["perf/throughput"] = (
+                m["perf/total_num_tokens"]
+                / m["timing_s/step"]
+                / (dist.get_world_size() if dist.is_initialized() else 1)
+            )
             m["perf/gen_tokens_per_s"] = m.pop("perf/response_tokens") / m["timing_s/gen"]
             m["perf/train_tokens_per_s"] = m["perf/total_num_tokens"] / m["timing_s/update_actor"]
-        memory = {name.removeprefix("perf/memory_gb/"): value for name, value in m.items() if name.startswith("perf/memory_gb/")}
+        memory = {
+            name.removeprefix("perf/memory_gb/"): value
+            for name, value in m.items()
+            if name.startswith("perf/memory_gb/")
+        }
         self.memory |= {phase: max(gb, self.memory.get(phase, 0.0)) for phase, gb in memory.items()}
-        m["perf/max_memory_gb"] = max(memory.values()) if memory else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        m["perf/max_memory_gb"] = (
+            max(memory.values()) if memory else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        )
         if val := {name: value for name, value in m.items() if name.startswith("val/")}:
             self.first_val, self.last_val = self.first_val or val, val
         if self.rank:
@@ -127,11 +144,20 @@ class Logger:
             self.bar.update(min(step + 1, self.total_steps) - self.bar.n)
 
     def console_line(self, step: int, m: dict[str, float]) -> str:
-        parts = [f"step {min(step + 1, self.total_steps)}/{self.total_steps}" if "timing_s/gen" in m else f"end of {self.total_steps} steps"]
+        parts = [
+            f"step {min(step + 1, self.total_steps)}/{self.total_steps}"
+            if "timing_s/gen" in m
+            else f"end of {self.total_steps} steps"
+        ]
         for label, name, form in [
-            ("reward", "reward/mean", ".3f"), ("len", "response_length/mean", ".1f"), ("loss", "actor/pg_loss", ".4f"), ("kl", "actor/kl_loss", ".4f"),
-            ("grad", "actor/grad_norm", ".2f"), ("entropy", "actor/entropy", ".3f"), ("zero-std", "reward/frac_zero_std", ".0%"),
-        ]:  # fmt: skip
+            ("reward", "reward/mean", ".3f"),
+            ("len", "response_length/mean", ".1f"),
+            ("loss", "actor/pg_loss", ".4f"),
+            ("kl", "actor/kl_loss", ".4f"),
+            ("grad", "actor/grad_norm", ".2f"),
+            ("entropy", "actor/entropy", ".3f"),
+            ("zero-std", "reward/frac_zero_std", ".0%"),
+        ]:
             if name in m:
                 parts.append(f"{label} {m[name]:{form}}")
         parts += [f"{name.removeprefix('val/')} {m[name]:.3f}" for name in validation_means(m)]
@@ -139,7 +165,9 @@ class Logger:
             parts.append(f"SKIPPED {m['actor/skipped_steps']} updates: the gradient was not finite")
         if self.steps_timed and "timing_s/gen" in m:
             left = (self.total_steps - step - 1) * self.seconds / self.steps_timed
-            parts.append(f"{m['perf/throughput']:.0f} tok/s  {m['timing_s/step']:.2f} s  {int(left) // 60}:{int(left) % 60:02d} left")
+            parts.append(
+                f"{m['perf/throughput']:.0f} tok/s  {m['timing_s/step']:.2f} s  {int(left) // 60}:{int(left) % 60:02d} left"
+            )
         return "  ".join(parts)
 
     def say(self, text: str) -> None:
@@ -158,7 +186,10 @@ class Logger:
             self.dump(f"{step:06d}", trajectories)
         if cfg.trainer.trace_groups and step % cfg.trainer.trace_freq == 0:
             gather_entropies(trajectories, cfg.trainer.trace_groups, actor)
-            self.write_lines(Path("traces") / f"{step:06d}.jsonl", trace_records(trajectories, cfg.trainer.trace_groups, actor, tokenizer, cfg.algorithm.gamma))
+            self.write_lines(
+                Path("traces") / f"{step:06d}.jsonl",
+                trace_records(trajectories, cfg.trainer.trace_groups, actor, tokenizer, cfg.algorithm.gamma),
+            )
         if self.cfg.samples_every and step % self.cfg.samples_every == 0:
             self.samples = samples(trajectories)
 
@@ -180,15 +211,22 @@ class Logger:
         path.parent.mkdir(exist_ok=True)
         with open(path, "a") as file:
             file.writelines(to_json(record) + "\n" for record in failed)
-        self.say(f"{len(failed)} sessions of {sum(bool(g.errors) for g in groups)} groups failed ({path}); the first: {failed[0]['error'].strip().splitlines()[-1]}")
+        self.say(
+            f"{len(failed)} sessions of {sum(bool(g.errors) for g in groups)} groups failed ({path}); the first: {failed[0]['error'].strip().splitlines()[-1]}"
+        )
 
     def finish(self) -> None:
         """The last lines of a run: validation before and after, the memory of each phase, where the files are."""
         for name in validation_means(self.last_val):
             self.say(f"{name}: {self.first_val.get(name, math.nan):.4f} before, {self.last_val[name]:.4f} after")
         if self.memory:
-            self.say("GPU memory at the fullest moment of each phase, GiB: " + ", ".join(f"{phase} {gb:.1f}" for phase, gb in self.memory.items()))
-        self.say(f"the run's files are in {self.run_dir}: {', '.join(sorted(p.name for p in self.run_dir.iterdir())) if self.rank == 0 else ''}")
+            self.say(
+                "GPU memory at the fullest moment of each phase, GiB: "
+                + ", ".join(f"{phase} {gb:.1f}" for phase, gb in self.memory.items())
+            )
+        self.say(
+            f"the run's files are in {self.run_dir}: {', '.join(sorted(p.name for p in self.run_dir.iterdir())) if self.rank == 0 else ''}"
+        )
         if self.bar:
             self.bar.close()
         if self.trackers:
@@ -203,12 +241,28 @@ def start_log(cfg, rank: int, checkpoint: Path | None, state: dict, total_steps:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"log.default_local_dir={cfg.log.default_local_dir}: no folder can be made there: {error}") from error
+            raise ValueError(
+                f"log.default_local_dir={cfg.log.default_local_dir}: no folder can be made there: {error}"
+            ) from error
         settings = to_yaml(cfg)
         write_durably(run_dir / "config.yaml", settings)
         print(settings)
-        print(f"resuming from {checkpoint}" if checkpoint else f"the earlier run in {run_dir} is now in {aside}" if aside else f"a new run in {run_dir}", flush=True)
-    return Logger(cfg.log, run_dir, rank, (state["step"], total_steps), dataclasses.asdict(cfg), None if cfg.trainer.val_only else state.get("wandb_id"))
+        print(
+            f"resuming from {checkpoint}"
+            if checkpoint
+            else f"the earlier run in {run_dir} is now in {aside}"
+            if aside
+            else f"a new run in {run_dir}",
+            flush=True,
+        )
+    return Logger(
+        cfg.log,
+        run_dir,
+        rank,
+        (state["step"], total_steps),
+        dataclasses.asdict(cfg),
+        None if cfg.trainer.val_only else state.get("wandb_id"),
+    )
 
 
 def validation_means(metrics: dict[str, float]) -> list[str]:
@@ -227,14 +281,21 @@ def keep_lines_before(path: Path, step: int) -> list[dict]:
 def to_yaml(cfg) -> str:
     """The resolved configuration, readable by --config again, with the commit that ran it."""
     tree = dataclasses.asdict(cfg)
-    plain = {group: {k: list(v) if isinstance(v, tuple) else v for k, v in knobs.items()} for group, knobs in tree.items()}
+    plain = {
+        group: {k: list(v) if isinstance(v, tuple) else v for k, v in knobs.items()} for group, knobs in tree.items()
+    }
     return f"# commit {git_commit()}\n" + yaml.safe_dump(plain, sort_keys=False)
 
 
 def git_commit() -> str:
     commands = ["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]
     try:
-        commit, changed = (subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip() for command in commands)
+        commit, changed = (
+            subprocess.run(
+                command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for command in commands
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + (" with local changes" if changed else "")

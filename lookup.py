@@ -1,4 +1,5 @@
 """What users name: the nearest name that is known, and functions in their Python files."""
+
 import difflib
 import importlib.util
 import os

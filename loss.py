@@ -5,6 +5,7 @@ cfg) -> (loss [T], {metric: [T]})`. Clipping, KL, correction and aggregation sta
 function and put it into LOSSES. Denominators are those of the whole mini-batch over all ranks, so the gradient does not
 depend on how the mini-batch is cut.
 """
+
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,7 +61,9 @@ class LossConfig:
 
     def __post_init__(self):
         if self.kl_loss_type.removesuffix("+") not in KL_ESTIMATORS:
-            raise ValueError(f"loss.kl_loss_type={self.kl_loss_type} is not known; known: {', '.join(KL_ESTIMATORS)}, each also with a +")
+            raise ValueError(
+                f"loss.kl_loss_type={self.kl_loss_type} is not known; known: {', '.join(KL_ESTIMATORS)}, each also with a +"
+            )
         if self.loss_agg_mode not in AGGREGATIONS:
             raise ValueError(f"loss.loss_agg_mode={self.loss_agg_mode} is not known; known: {', '.join(AGGREGATIONS)}")
         if self.clip_ratio_c <= 1:
@@ -68,7 +71,9 @@ class LossConfig:
         if self.rollout_is_threshold <= 0:
             raise ValueError(f"loss.rollout_is_threshold={self.rollout_is_threshold} must be positive")
         if not 0 <= self.rollout_rs_threshold_low < self.rollout_rs_threshold_high:
-            raise ValueError(f"loss.rollout_rs_threshold_low={self.rollout_rs_threshold_low} must be below loss.rollout_rs_threshold_high={self.rollout_rs_threshold_high} and not negative")
+            raise ValueError(
+                f"loss.rollout_rs_threshold_low={self.rollout_rs_threshold_low} must be below loss.rollout_rs_threshold_high={self.rollout_rs_threshold_high} and not negative"
+            )
         if self.tau_pos <= 0 or self.tau_neg <= 0:
             raise ValueError(f"loss.tau_pos={self.tau_pos} and loss.tau_neg={self.tau_neg} must be positive")
         if self.loss_scale_factor is not None and self.loss_scale_factor <= 0:
@@ -105,7 +110,9 @@ def vanilla(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
 def gspo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
     """The sequence's ratio, the geometric mean of its tokens', in place of each token's (Zheng et al. 2025, arXiv:2507.18071)."""
     log_ratios = seq_mean(log_ratio(logprobs, old_logprobs, mask), mask, seq_ids).detach()
-    ratio = (log_ratios + logprobs - logprobs.detach()).clamp(max=10).exp()  # [T] its value is the sequence's, its gradient the token's
+    ratio = (
+        (log_ratios + logprobs - logprobs.detach()).clamp(max=10).exp()
+    )  # [T] its value is the sequence's, its gradient the token's
     return clipped_surrogate(ratio, advantages, cfg, None)
 
 
@@ -156,7 +163,10 @@ def dppo_tv(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
     moved = (logprobs.exp() - old_logprobs.exp()).detach()
     inside = torch.where(advantages > 0, moved <= high, moved >= -low)
     ratio = log_ratio(logprobs, old_logprobs, mask).exp().clamp(max=cfg.clip_ratio_c).detach()
-    return torch.where(inside, -advantages * ratio * logprobs, 0.0), {"actor/pg_clipfrac": ~inside, "actor/ratio": ratio}
+    return torch.where(inside, -advantages * ratio * logprobs, 0.0), {
+        "actor/pg_clipfrac": ~inside,
+        "actor/ratio": ratio,
+    }
 
 
 def seq_mean(values, mask, seq_ids):
@@ -179,7 +189,9 @@ def kl_divergence(logprobs, ref_logprobs, kind: str):
     """
     d = (ref_logprobs - logprobs).clamp(-20, 20)
     base = kind.removesuffix("+")
-    value = {"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: d.exp() - d - 1, "abs": lambda: d.abs()}["k3" if base == "low_var_kl" else base]()
+    value = {"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: d.exp() - d - 1, "abs": lambda: d.abs()}[
+        "k3" if base == "low_var_kl" else base
+    ]()
     if kind.endswith("+"):
         with_gradient = d.square() / 2
         value = with_gradient + (value - with_gradient).detach()
@@ -239,7 +251,9 @@ def policy_loss(batch: Batch, logprobs, entropy, cfg: LossConfig, totals: Totals
         return torch.where(mask, x, 0.0)
 
     weights = aggregation_weights(mask, batch.seq_ids, batch.num_seqs, totals, cfg)
-    loss, metrics = LOSSES[cfg.loss_mode](keep(logprobs), keep(old_logprobs), keep(batch.advantages), mask, batch.seq_ids, cfg)
+    loss, metrics = LOSSES[cfg.loss_mode](
+        keep(logprobs), keep(old_logprobs), keep(batch.advantages), mask, batch.seq_ids, cfg
+    )
     if cfg.rollout_is != "none":
         loss = loss * correction_weights(old_logprobs, batch.rollout_logprobs, mask, batch.seq_ids, cfg)
     metrics |= {"actor/entropy": entropy.detach(), "actor/ppo_kl": -log_ratio(logprobs, old_logprobs, mask).detach()}
@@ -277,4 +291,12 @@ def rollout_mismatch(trajectories: list[Trajectory]) -> dict[str, float]:
     }
 
 
-LOSSES = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo, "gpg": gpg, "sapo": sapo, "geo_mean": geo_mean, "dppo_tv": dppo_tv}
+LOSSES = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "gpg": gpg,
+    "sapo": sapo,
+    "geo_mean": geo_mean,
+    "dppo_tv": dppo_tv,
+}

@@ -1,4 +1,5 @@
 """Folders that are complete or not there at all: what a checkpoint's manifest says, and how its files get onto the disk. And an earlier run's folder, which makes room."""
+
 import contextlib
 import hashlib
 import json
@@ -6,7 +7,9 @@ import os
 import time
 from pathlib import Path
 
-HASHED_BYTES = 64 * 2**20  # files up to this size are hashed, at 1.4 GB/s; of larger ones, which are flushed before the manifest, the size must do
+HASHED_BYTES = (
+    64 * 2**20
+)  # files up to this size are hashed, at 1.4 GB/s; of larger ones, which are flushed before the manifest, the size must do
 
 
 def say(text: str) -> None:
@@ -26,7 +29,9 @@ def newest(folder: Path) -> Path | None:
         if reason and (chosen is None or path.name > chosen.name):
             say(f"{path} is passed over: {reason}")
     if reasons and not chosen:
-        raise ValueError(f"no checkpoint in {folder} is complete: set checkpoint.resume=never to start afresh, or to the folder of another one")
+        raise ValueError(
+            f"no checkpoint in {folder} is complete: set checkpoint.resume=never to start afresh, or to the folder of another one"
+        )
     return chosen
 
 

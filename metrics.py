@@ -3,6 +3,7 @@
 In validation a session that failed, or that could not be scored, counts as wrong. Its trajectories are not in the list, so
 the tasks and the sessions a task say how many there should have been.
 """
+
 import math
 
 import torch
@@ -14,18 +15,30 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """Rewards (reward/truncated: of the responses cut at the limit), lengths and tokens of a step, over all ranks; agent/NAME/mean of what the agents measured."""
     lengths = [t.response_length for t in trajectories]
     metrics = {
-        "response_length/mean": mean(lengths), "response_length/max": max(lengths), "response_length/min": min(lengths),
+        "response_length/mean": mean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/min": min(lengths),
         "response_length/clip_ratio": mean([t.finish_reason == "length" for t in trajectories]),
-        "rollout/prompt_length/mean": mean([t.prompt_length for t in trajectories]), "rollout/num_trajectories": len(trajectories),
-        "rollout/num_turns/mean": mean([t.num_turns for t in trajectories]), "rollout/weight_version": trajectories[0].weight_version,
-        "perf/total_num_tokens": sum(len(t.tokens) for t in trajectories), "perf/response_tokens": sum(lengths),
-    }  # fmt: skip
+        "rollout/prompt_length/mean": mean([t.prompt_length for t in trajectories]),
+        "rollout/num_trajectories": len(trajectories),
+        "rollout/num_turns/mean": mean([t.num_turns for t in trajectories]),
+        "rollout/weight_version": trajectories[0].weight_version,
+        "perf/total_num_tokens": sum(len(t.tokens) for t in trajectories),
+        "perf/response_tokens": sum(lengths),
+    }
     if scores := [t.score for t in trajectories if t.score == t.score]:
         spread = torch.tensor(scores, dtype=torch.float64).std(correction=0)
-        metrics |= {"reward/mean": mean(scores), "reward/std": spread, "reward/max": max(scores), "reward/min": min(scores)}
+        metrics |= {
+            "reward/mean": mean(scores),
+            "reward/std": spread,
+            "reward/max": max(scores),
+            "reward/min": min(scores),
+        }
     if cut := [t.score for t in trajectories if t.finish_reason == "length" and t.score == t.score]:
         metrics["reward/truncated"] = mean(cut)
-    metrics |= means("reward", [t.score_parts for t in trajectories]) | means("agent", [t.metrics for t in trajectories])
+    metrics |= means("reward", [t.score_parts for t in trajectories]) | means(
+        "agent", [t.metrics for t in trajectories]
+    )
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -59,12 +72,17 @@ def validation_metrics(trajectories: list[Trajectory], tasks: list[Task], n: int
         metrics |= with_stderr(f"val/{source}/mean@{n}", [mean(row) for row in prompts])
         metrics["val/mean"] += metrics[f"val/{source}/mean@{n}"] / len(rows)
         for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-            metrics |= with_stderr(f"val/{source}/pass@{k}", [pass_at_k(n, sum(value >= 1 - 1e-9 for value in row), k) for row in prompts])
+            metrics |= with_stderr(
+                f"val/{source}/pass@{k}", [pass_at_k(n, sum(value >= 1 - 1e-9 for value in row), k) for row in prompts]
+            )
         if n > 1:
             metrics[f"val/{source}/best@{n}"] = mean([max(row) for row in prompts])
         lengths = [t.response_length for t in trajectories if t.task.data_source == source]
         metrics |= {f"val/{source}/response_length": mean(lengths)} if lengths else {}
-        metrics |= {f"val/{source}/failed_sessions": failed / (n * len(prompts)), f"val/{source}/num_sessions": float(n * len(prompts))}
+        metrics |= {
+            f"val/{source}/failed_sessions": failed / (n * len(prompts)),
+            f"val/{source}/num_sessions": float(n * len(prompts)),
+        }
     return metrics
 
 

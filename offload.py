@@ -2,6 +2,7 @@
 
 The float32 weights stay: the sync reads them. A moment's storage is emptied and filled again, so that every tensor stays the object it is.
 """
+
 import torch
 
 ALIGNMENT = 512  # bytes
@@ -17,8 +18,13 @@ class Moments:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Each once. A rank may hold no row of a small parameter."""
-        moments = [tensor for state in self.optimizer.state.values() for name, tensor in state.items() if name != "step"]
-        found = {storage.data_ptr(): storage for storage in (getattr(m, "_local_tensor", m).untyped_storage() for m in moments)}
+        moments = [
+            tensor for state in self.optimizer.state.values() for name, tensor in state.items() if name != "step"
+        ]
+        found = {
+            storage.data_ptr(): storage
+            for storage in (getattr(m, "_local_tensor", m).untyped_storage() for m in moments)
+        }
         return [storage for storage in found.values() if storage.nbytes()]
 
     @torch.no_grad()

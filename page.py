@@ -4,6 +4,7 @@ page.html is the template. The records stay what they are on disk: each file of 
 inflates when the step is opened, so that many thousand rollouts cost a file's size and no more. A traced trajectory has a chunk of
 its own. Chunks are base64 in script elements of a type that no browser runs: nothing that a model wrote is part of the markup.
 """
+
 import base64
 import json
 import math
@@ -27,7 +28,9 @@ def write_page(runs: list[Path], out: Path) -> None:
 
     names = run_names(runs)
     if not out.parent.is_dir() or out.is_dir():
-        raise ValueError(f"--html {out}: " + ("that is a folder" if out.is_dir() else f"there is no folder {out.parent}"))
+        raise ValueError(
+            f"--html {out}: " + ("that is a folder" if out.is_dir() else f"there is no folder {out.parent}")
+        )
     # The page's own scripts carry a nonce that no model can know: were a text ever taken for markup, it still could not run or fetch anything.
     head, tail = TEMPLATE.read_text().replace("NONCE", secrets.token_hex(16)).split("<!-- CHUNKS -->")
     before, after = tail.split("/* PLOTLY */")
@@ -70,7 +73,9 @@ def run_names(runs: list[Path]) -> list[str]:
     parts = [(path.with_suffix("") if path.suffix == ".jsonl" else path).resolve().parts for path in runs]
     if len({path.resolve() for path in runs}) < len(runs):
         raise ValueError(f"a run is named twice: {', '.join(map(str, runs))}")
-    tail = next(n for n in range(1, 100) if n >= max(map(len, parts), default=1) or len({p[-n:] for p in parts}) == len(parts))
+    tail = next(
+        n for n in range(1, 100) if n >= max(map(len, parts), default=1) or len({p[-n:] for p in parts}) == len(parts)
+    )
     return ["/".join(p[-tail:]) for p in parts]
 
 
@@ -82,16 +87,28 @@ def read_run(path: Path, name: str, chunks: Chunks) -> dict:
     for folder in ("rollouts", "traces"):
         for file in sorted((path / folder).glob("*.jsonl")):
             if match := DUMP.fullmatch(file.name):
-                dump = dumps.setdefault(match[1], {"name": match[1], "step": int(match[2]), "val": file.name.startswith("val-"), "traces": {}})
+                dump = dumps.setdefault(
+                    match[1],
+                    {"name": match[1], "step": int(match[2]), "val": file.name.startswith("val-"), "traces": {}},
+                )
                 if folder == "traces":
                     dump["traces"] = {trace_key(record, file): chunks.add([line]) for line, record in whole_lines(file)}
                 else:
                     dump["failed" if match[3] else "rollouts"] = chunks.add(blocks(file))
     metrics = path / "metrics.jsonl"
     if not dumps and not metrics.exists():
-        raise ValueError(f"{path} is no run's folder: it has no metrics.jsonl and no rollouts/STEP.jsonl or traces/STEP.jsonl" if path.exists() else f"there is no run {path}")
+        raise ValueError(
+            f"{path} is no run's folder: it has no metrics.jsonl and no rollouts/STEP.jsonl or traces/STEP.jsonl"
+            if path.exists()
+            else f"there is no run {path}"
+        )
     ordered = sorted(dumps.values(), key=lambda dump: (dump["val"], dump["step"]))
-    return {"name": name, **read_config(path / "config.yaml"), "metrics": read_metrics(metrics) if metrics.exists() else {}, "dumps": ordered}
+    return {
+        "name": name,
+        **read_config(path / "config.yaml"),
+        "metrics": read_metrics(metrics) if metrics.exists() else {},
+        "dumps": ordered,
+    }
 
 
 def trace_key(record, file: Path) -> str:
@@ -126,7 +143,9 @@ def read_metrics(path: Path) -> dict[str, list[list]]:
     metrics: dict[str, list[list]] = {}
     for number, (line, record) in enumerate(whole_lines(path), 1):
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ValueError(f'{path}, line {number}, is no metrics record, {{"step": ..., name: value, ...}}: {line[:80]!r}')
+            raise ValueError(
+                f'{path}, line {number}, is no metrics record, {{"step": ..., name: value, ...}}: {line[:80]!r}'
+            )
         for name, value in record.items():
             if name != "step" and (value is None or isinstance(value, (int, float))):
                 steps, values = metrics.setdefault(name, [[], []])
@@ -142,8 +161,14 @@ def read_config(path: Path) -> dict:
     text = path.read_text()
     try:
         groups = yaml.safe_load(text) or {}
-        knobs = {f"{group}.{knob}": value if isinstance(value, str) else json.dumps(value, default=str) for group, knobs in groups.items() for knob, value in knobs.items()}
+        knobs = {
+            f"{group}.{knob}": value if isinstance(value, str) else json.dumps(value, default=str)
+            for group, knobs in groups.items()
+            for knob, value in knobs.items()
+        }
     except (yaml.YAMLError, AttributeError) as error:
-        raise ValueError(f"{path} is no run's configuration, {{group: {{knob: value}}}}: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{path} is no run's configuration, {{group: {{knob: value}}}}: {' '.join(str(error).split())}"
+        ) from error
     commit = re.match(r"# commit (.+)", text)
     return {"commit": commit and commit[1], "config": text, "knobs": knobs}

@@ -3,6 +3,7 @@
 The model's row is then [prompt][prompt]...[response][response]..., and a response attends to itself and to its prompt. Everything else keeps
 the row of `batch.collate`, where each trajectory has its prompt: `Shared` says which token of one row is which of the other.
 """
+
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,9 @@ def prompt_groups(trajectories: list[Trajectory]) -> list[list[int]]:
 def pack_shared(trajectories: list[Trajectory], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
     """`batch.pack` by the tokens that the model sees: sessions of a prompt stay together as far as a micro-batch of max_tokens holds them, and no rank has to idle."""
     groups, units, sizes = prompt_groups(trajectories), [], []
-    whole = [sum(len(trajectories[i].tokens) for i in g) - (len(g) - 1) * trajectories[g[0]].prompt_length for g in groups]
+    whole = [
+        sum(len(trajectories[i].tokens) for i in g) - (len(g) - 1) * trajectories[g[0]].prompt_length for g in groups
+    ]
     share_of_rank = -(-sum(whole) // num_ranks)
     for group, size in zip(groups, whole):
         prompt, together = trajectories[group[0]].prompt_length, -(-len(group) // -(-size // share_of_rank))  # sessions
@@ -47,7 +50,10 @@ def pack_shared(trajectories: list[Trajectory], num_ranks: int, max_tokens: int)
                 sizes.append(prompt)
             units[-1].append(i)
             sizes[-1] += response
-    return [[[i for unit in micro_batch for i in units[unit]] for micro_batch in rank] for rank in pack(sizes, num_ranks, max_tokens)]
+    return [
+        [[i for unit in micro_batch for i in units[unit]] for micro_batch in rank]
+        for rank in pack(sizes, num_ranks, max_tokens)
+    ]
 
 
 def share(trajectories: list[Trajectory], device: torch.device | str = "cpu") -> Shared | None:
@@ -57,8 +63,12 @@ def share(trajectories: list[Trajectory], device: torch.device | str = "cpu") ->
         return None
     lengths = [len(t.tokens) for t in trajectories]
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    prompts = [range(starts[g[0]], starts[g[0]] + trajectories[g[0]].prompt_length) for g in groups]  # in the batch's row
-    responses = [[range(starts[i] + len(prompt), starts[i + 1]) for i in group] for group, prompt in zip(groups, prompts)]
+    prompts = [
+        range(starts[g[0]], starts[g[0]] + trajectories[g[0]].prompt_length) for g in groups
+    ]  # in the batch's row
+    responses = [
+        [range(starts[i] + len(prompt), starts[i + 1]) for i in group] for group, prompt in zip(groups, prompts)
+    ]
     own = [*prompts, *(r for of_prompt in responses for r in of_prompt)]
     index = torch.cat([torch.arange(segment.start, segment.stop) for segment in own])  # [T']
     places = torch.empty(starts[-1], dtype=torch.int64)  # [T]
@@ -72,6 +82,13 @@ def share(trajectories: list[Trajectory], device: torch.device | str = "cpu") ->
 
     of_prompts = [sum(map(len, of_prompt)) for of_prompt in responses]
     return Shared(
-        index=send(index, device), places=send(places, device), cu_own=boundaries(map(len, own)), cu_responses=boundaries(of_prompts), cu_prompts=boundaries(map(len, prompts)),
-        num_prompt_tokens=sum(map(len, prompts)), longest_own=max(map(len, own)), longest_responses=max(of_prompts), longest_prompt=max(map(len, prompts)),
-    )  # fmt: skip
+        index=send(index, device),
+        places=send(places, device),
+        cu_own=boundaries(map(len, own)),
+        cu_responses=boundaries(of_prompts),
+        cu_prompts=boundaries(map(len, prompts)),
+        num_prompt_tokens=sum(map(len, prompts)),
+        longest_own=max(map(len, own)),
+        longest_responses=max(of_prompts),
+        longest_prompt=max(map(len, prompts)),
+    )

@@ -16,6 +16,7 @@ memory that the model doesn't have. What is left for RL (configs/tool_agent.yaml
 
 python quickstart.py [--tools] [--folder data/quickstart | data/tool_agent] [--seed 0]
 """
+
 import argparse
 import hashlib
 import json
@@ -54,8 +55,13 @@ def make_tokenizer(words=()):
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()  # without it decode() puts a space between characters
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=IM_END, pad_token=PAD, unk_token=UNK,
-        additional_special_tokens=[IM_START], clean_up_tokenization_spaces=False, model_max_length=512,
+        tokenizer_object=backend,
+        eos_token=IM_END,
+        pad_token=PAD,
+        unk_token=UNK,
+        additional_special_tokens=[IM_START],
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
     )
     tokenizer.add_tokens([*ROLES, *words])
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -69,11 +75,19 @@ def make_model(tokenizer, hidden=256, layers=3, intermediate=768, seed=0, tie_wo
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=len(tokenizer) // 64 * 64 + 64, hidden_size=hidden, intermediate_size=intermediate,
-        num_hidden_layers=layers, num_attention_heads=hidden // 32, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=512, tie_word_embeddings=tie_word_embeddings, dtype="float32",
+        vocab_size=len(tokenizer) // 64 * 64 + 64,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie_word_embeddings,
+        dtype="float32",
         initializer_range=0.07,  # so narrow a model learns addition half as fast from the usual 0.02
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -114,7 +128,9 @@ def encode(tokenizer, rows, replies, tools=None):
 
     ids, labels = [], []
     for row, reply in zip(rows, replies):
-        prompt = tokenizer.apply_chat_template(row["prompt"], tools=tools, add_generation_prompt=True, return_dict=False)
+        prompt = tokenizer.apply_chat_template(
+            row["prompt"], tools=tools, add_generation_prompt=True, return_dict=False
+        )
         parts = [prompt, *(tokenizer(text).input_ids for text in reply)]
         ids.append(torch.tensor([x for part in parts for x in part]))
         labels.append(torch.tensor([x if i % 2 else -100 for i, part in enumerate(parts) for x in part]))
@@ -179,8 +195,11 @@ def warm_start(model, tokenizer, rows, lessons, tools, seed: int) -> None:
         examples = encode(tokenizer, rows["train"], replies, tools)
         steps = supervise(model, *examples, lr, seed, lambda: low <= accuracy(model, *held_out)[0] <= high)
         sampled, greedy = accuracy(model, *held_out)
-        print(f"  {name} teacher: {steps} steps, {time.time() - start:.0f} s; right on validation: "
-              f"{sampled:.1%} sampled at temperature 1, {greedy:.1%} greedy", flush=True)
+        print(
+            f"  {name} teacher: {steps} steps, {time.time() - start:.0f} s; right on validation: "
+            f"{sampled:.1%} sampled at temperature 1, {greedy:.1%} greedy",
+            flush=True,
+        )
 
 
 def make(folder: str, seed: int = 0, products: bool = False) -> None:
@@ -195,7 +214,10 @@ def make(folder: str, seed: int = 0, products: bool = False) -> None:
     if strangers:
         raise ValueError(f"--folder {folder} would be replaced but holds {sorted(strangers)[0]!r}, not made here")
 
-    print(f"making {folder}: a model that {'rarely asks its calculator' if products else 'adds two-digit numbers, badly'}", flush=True)
+    print(
+        f"making {folder}: a model that {'rarely asks its calculator' if products else 'adds two-digit numbers, badly'}",
+        flush=True,
+    )
     from transformers.utils import logging
 
     from tools import tool_schema
@@ -204,7 +226,10 @@ def make(folder: str, seed: int = 0, products: bool = False) -> None:
     os.makedirs(temporary)
     try:
         pairs = dict(zip(("train", "val"), (split_products if products else split_sums)(seed)))
-        rows = {split: [make_row(a, b, split, i, "*" if products else "+") for i, (a, b) in enumerate(pairs[split])] for split in pairs}
+        rows = {
+            split: [make_row(a, b, split, i, "*" if products else "+") for i, (a, b) in enumerate(pairs[split])]
+            for split in pairs
+        }
         for split in rows:
             with open(f"{temporary}/{split}.jsonl", "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows[split])
@@ -235,7 +260,10 @@ def write_few_shot(folder: str) -> None:
                 numbers = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(5)]
                 worked = "".join(f"{a} + {b} = {a + b}\n" for a, b in numbers[:4])
                 a, b = numbers[4]
-                file.write(json.dumps({"prompt": f"{worked}{a} + {b} =", "answer": str(a + b), "data_source": "exact_int"}) + "\n")
+                file.write(
+                    json.dumps({"prompt": f"{worked}{a} + {b} =", "answer": str(a + b), "data_source": "exact_int"})
+                    + "\n"
+                )
 
 
 if __name__ == "__main__":
@@ -245,4 +273,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--few-shot", metavar="FOLDER", help="only write the data of configs/smollm2_arith.yaml there")
     args = parser.parse_args()
-    write_few_shot(args.few_shot) if args.few_shot else make(args.folder or ("data/tool_agent" if args.tools else "data/quickstart"), args.seed, args.tools)
+    write_few_shot(args.few_shot) if args.few_shot else make(
+        args.folder or ("data/tool_agent" if args.tools else "data/quickstart"), args.seed, args.tools
+    )

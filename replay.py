@@ -3,6 +3,7 @@
 Written for the first of the steps that were skipped in a row because the gradient was not finite, and for those of log.replay_steps.
 Prints loss, gradient norm and the other metrics, recomputed in one process, beside those of the run. Nothing in it is a pickle.
 """
+
 import argparse
 import json
 import math
@@ -38,12 +39,16 @@ class Recorder:
         bad = not math.isfinite(self.actor.updates[-1][2])
         self.skipped = self.skipped + 1 if bad else 0
         if self.skipped == 1:
-            export(self.folder(step) / "hf", self.actor, self.tokenizer, torch.float32)  # as they were: a skipped update changes nothing
+            export(
+                self.folder(step) / "hf", self.actor, self.tokenizer, torch.float32
+            )  # as they were: a skipped update changes nothing
         if self.skipped == 1 or step in self.cfg.log.replay_steps:
             dump_update(self.folder(step), self.actor, -1 if bad else 0, self.cfg)
         if self.skipped == self.cfg.log.max_skipped_steps:
             first = self.folder(step - self.skipped + 1)
-            raise RuntimeError(f"the gradient was not finite in {self.skipped} steps in a row (log.max_skipped_steps); the first one's mini-batch and weights are in {first}: python replay.py {first}")
+            raise RuntimeError(
+                f"the gradient was not finite in {self.skipped} steps in a row (log.max_skipped_steps); the first one's mini-batch and weights are in {first}: python replay.py {first}"
+            )
 
 
 def dump_update(folder: Path, actor, number: int, cfg) -> None:
@@ -53,9 +58,28 @@ def dump_update(folder: Path, actor, number: int, cfg) -> None:
     if dist.get_rank() == 0:
         with open(folder / "mini_batch.jsonl", "w") as file:
             for t in mini_batch:
-                given = {name: getattr(t, name) for name in ("uid", "session_id", "index", "tokens", "response_mask", "rollout_logprobs", "response")}
-                file.write(json.dumps(given | {name: None if getattr(t, name) is None else getattr(t, name).tolist() for name in TENSORS}) + "\n")
-        (folder / "found.json").write_text(json.dumps({"metrics": found, "old_logprobs_from": cfg.old_logprobs_from}, indent=1))
+                given = {
+                    name: getattr(t, name)
+                    for name in (
+                        "uid",
+                        "session_id",
+                        "index",
+                        "tokens",
+                        "response_mask",
+                        "rollout_logprobs",
+                        "response",
+                    )
+                }
+                file.write(
+                    json.dumps(
+                        given
+                        | {name: None if getattr(t, name) is None else getattr(t, name).tolist() for name in TENSORS}
+                    )
+                    + "\n"
+                )
+        (folder / "found.json").write_text(
+            json.dumps({"metrics": found, "old_logprobs_from": cfg.old_logprobs_from}, indent=1)
+        )
 
 
 def read_trajectory(line: str, computed_old: bool) -> Trajectory:
@@ -77,13 +101,22 @@ def replay(folder: Path) -> dict[str, tuple[float, float]]:
     if not (folder / "found.json").exists():
         raise FileNotFoundError(f"{folder} holds no dumped mini-batch (found.json)")
     found = json.loads((folder / "found.json").read_text())
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of a run around it: this is one process of its own
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):  # of a run around it: this is one process of its own
         os.environ.pop(name, None)
     cfg = load_config(["--config", str(folder.parent.parent / "config.yaml")])
     cfg = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, path=str(folder / "hf"), fsdp_size=-1))
     actor = Actor(cfg.actor, make_accelerator(cfg.actor), len(load_tokenizer(cfg.actor.path)), cfg.rollout.temperature)
     actor.start_step()
-    mini_batch = [read_trajectory(line, found["old_logprobs_from"] == "update") for line in (folder / "mini_batch.jsonl").read_text().splitlines()]
+    mini_batch = [
+        read_trajectory(line, found["old_logprobs_from"] == "update")
+        for line in (folder / "mini_batch.jsonl").read_text().splitlines()
+    ]
     metrics = reduce_sums(actor.backward(mini_batch, cfg.loss)) | {"actor/grad_norm": actor.gradient()[1]}
     return {name: (value, metrics.get(name, float("nan"))) for name, value in found["metrics"].items()}
 

@@ -3,6 +3,7 @@
 The rules that ship, and the contract of one, are in rules.py. A rule that raises or passes its deadline could not tell: the score is
 NaN, not 0. To add a rule, put it into rules.REWARDS, and the data_source of the rows that it is for into rules.DATA_SOURCES.
 """
+
 import asyncio
 import functools
 import inspect
@@ -37,7 +38,9 @@ class RewardConfig:
 
     def __post_init__(self):
         if self.name and self.custom_path:
-            raise ValueError(f"reward.name={self.name!r} and reward.custom_path={self.custom_path!r} are both set: leave one out")
+            raise ValueError(
+                f"reward.name={self.name!r} and reward.custom_path={self.custom_path!r} are both set: leave one out"
+            )
         if self.num_workers < 1:
             raise ValueError(f"reward.num_workers={self.num_workers} must be at least 1")
         if not 0 < self.timeout_s < math.inf:
@@ -53,14 +56,20 @@ class Scorer:
         """ValueError for what load_reward refuses. The workers are started, and not waited for."""
         self.cfg, data_sources = cfg, sorted(set(data_sources))
         load_reward(cfg, data_sources)
-        libraries = ["math_verify"] + ["reasoning_gym"] * any(name.startswith("reasoning_gym/") for name in data_sources)
+        libraries = ["math_verify"] + ["reasoning_gym"] * any(
+            name.startswith("reasoning_gym/") for name in data_sources
+        )
         preload = [] if cfg.custom_path else libraries  # once, not in every worker
         self.pool = WorkerPool(functools.partial(load_judge, cfg, data_sources), cfg.num_workers, preload)
 
     async def score(self, trajectory: Trajectory) -> None:
         """Fill score, score_parts and error from the texts response and answer; where the rule fails, score is NaN and error says why."""
         trajectory.score, trajectory.score_parts, trajectory.error = math.nan, {}, None
-        fields = {**vars(trajectory), "task": vars(trajectory.task), "rollout_logprobs": []}  # these would be most of the pickle, and are no rule's business
+        fields = {
+            **vars(trajectory),
+            "task": vars(trajectory.task),
+            "rollout_logprobs": [],
+        }  # these would be most of the pickle, and are no rule's business
         try:
             trajectory.score, trajectory.score_parts = await self.pool.call(fields, timeout_s=self.cfg.timeout_s)
         except WorkerDied as e:
@@ -113,7 +122,9 @@ def check_failures(trajectories: list[Trajectory], cfg: RewardConfig) -> dict[st
     errors = [t.error for t in trajectories if t.error]
     if too_many_failed(len(errors), len(trajectories), cfg):
         failed = f"{len(errors)} of {len(trajectories)} trajectories could not be scored"
-        raise RuntimeError(f"{failed}, more than reward.max_failed_fraction={cfg.max_failed_fraction}; the first:\n{errors[0]}")
+        raise RuntimeError(
+            f"{failed}, more than reward.max_failed_fraction={cfg.max_failed_fraction}; the first:\n{errors[0]}"
+        )
     num_late = sum(error.startswith(TIMEOUT) for error in errors)
     return {"reward/error": float(len(errors) - num_late), "reward/timeout": float(num_late)}
 
@@ -134,10 +145,17 @@ def rule_for(data_source: str) -> Rule:
     if data_source.startswith("reasoning_gym/"):
         reasoning_gym_scorer(data_source)  # ValueError when there is none
         return reasoning_gym
-    name = "math_dapo" if data_source.startswith("aime") else DATA_SOURCES.get(data_source, data_source)  # aime24, aime2025, aime_2024, ...
+    name = (
+        "math_dapo" if data_source.startswith("aime") else DATA_SOURCES.get(data_source, data_source)
+    )  # aime24, aime2025, aime_2024, ...
     if name not in REWARDS:
-        hint, names = "set reward.name or reward.custom_path, or data.default_data_source for rows without a data_source", [*REWARDS, *DATA_SOURCES]
-        raise ValueError(f"no reward is known for data_source {data_source!r}: {hint}{nearest(data_source, names)}; known: {', '.join(names)}")
+        hint, names = (
+            "set reward.name or reward.custom_path, or data.default_data_source for rows without a data_source",
+            [*REWARDS, *DATA_SOURCES],
+        )
+        raise ValueError(
+            f"no reward is known for data_source {data_source!r}: {hint}{nearest(data_source, names)}; known: {', '.join(names)}"
+        )
     return REWARDS[name]
 
 
@@ -152,7 +170,9 @@ def load_custom(custom_path: str) -> Rule:
     try:
         inspect.signature(compute_score).bind(data_source="", solution_str="", ground_truth="", extra_info={})
     except TypeError as e:
-        raise ValueError(f"{blame}: {function} must take data_source, solution_str, ground_truth and extra_info as keywords: {e}") from e
+        raise ValueError(
+            f"{blame}: {function} must take data_source, solution_str, ground_truth and extra_info as keywords: {e}"
+        ) from e
 
     def custom(task: Task, trajectory: Trajectory) -> float | dict:
         row = dict(data_source=task.data_source, ground_truth=task.ground_truth, extra_info=task.extra_info)

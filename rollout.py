@@ -1,4 +1,5 @@
 """Groups of sessions: each prompt of a step, its sessions in one continuously batched loop, their deadlines, failures and scores."""
+
 import asyncio
 import math
 import time
@@ -55,10 +56,21 @@ class RolloutConfig:
     def __post_init__(self):
         check_sampling(self, "rollout")
         if not 0 < self.gpu_memory_utilization <= 1 or not 0 <= self.max_failed_fraction <= 1:
-            raise ValueError(f"rollout.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1, rollout.max_failed_fraction={self.max_failed_fraction} in 0..1")
+            raise ValueError(
+                f"rollout.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1, rollout.max_failed_fraction={self.max_failed_fraction} in 0..1"
+            )
         if self.temperature == 0:
-            raise ValueError("rollout.temperature=0.0 must be above 0: a greedy policy has no log-probs to learn from (val.temperature may be 0)")
-        for knob in ("session_timeout_s", "group_timeout_s", "tensor_model_parallel_size", "kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens"):
+            raise ValueError(
+                "rollout.temperature=0.0 must be above 0: a greedy policy has no log-probs to learn from (val.temperature may be 0)"
+            )
+        for knob in (
+            "session_timeout_s",
+            "group_timeout_s",
+            "tensor_model_parallel_size",
+            "kv_cache_memory_bytes",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+        ):
             value = getattr(self, knob)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"rollout.{knob}={value} must be above 0")
@@ -83,9 +95,13 @@ class ValConfig:
 
 def check_sampling(cfg: RolloutConfig | ValConfig, group: str) -> None:
     if cfg.n < 1 or not 0 <= cfg.temperature < math.inf:
-        raise ValueError(f"{group}.n={cfg.n} must be at least 1, {group}.temperature={cfg.temperature} a number that is not negative")
+        raise ValueError(
+            f"{group}.n={cfg.n} must be at least 1, {group}.temperature={cfg.temperature} a number that is not negative"
+        )
     if not 0 < cfg.top_p <= 1 or cfg.top_k < 0:
-        raise ValueError(f"{group}.top_p={cfg.top_p} must be above 0 and at most 1, {group}.top_k={cfg.top_k} not negative")
+        raise ValueError(
+            f"{group}.top_p={cfg.top_p} must be above 0 and at most 1, {group}.top_k={cfg.top_k} not negative"
+        )
 
 
 @dataclass
@@ -95,7 +111,9 @@ class Group:
     task: Task
     index: int  # place in the step
     status: str = "pending"
-    trajectories: list[Trajectory] = field(default_factory=list)  # of the sessions that ended well, in the order of their ids
+    trajectories: list[Trajectory] = field(
+        default_factory=list
+    )  # of the sessions that ended well, in the order of their ids
     errors: list[str] = field(default_factory=list)  # of the others, as tracebacks
 
 
@@ -128,7 +146,10 @@ class Rollout:
         group.status, prompts = "running", {}  # what the sessions of a prompt encode once
         key = cfg.trainer.seed, "train" if self.sampling is cfg.rollout else "val", self.step, group.index
         uid = prompt_uid(*key)
-        jobs = [asyncio.ensure_future(self.run_session(group, session_id, key, uid, prompts)) for session_id in range(self.sampling.n)]
+        jobs = [
+            asyncio.ensure_future(self.run_session(group, session_id, key, uid, prompts))
+            for session_id in range(self.sampling.n)
+        ]
         try:
             await asyncio.wait(jobs, timeout=cfg.rollout.group_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -138,28 +159,38 @@ class Rollout:
             raise error
         for session_id, job in enumerate(jobs):
             if job in late:
-                group.errors.append(f"session {session_id} and its scores had not ended after rollout.group_timeout_s={cfg.rollout.group_timeout_s}\n")
+                group.errors.append(
+                    f"session {session_id} and its scores had not ended after rollout.group_timeout_s={cfg.rollout.group_timeout_s}\n"
+                )
             elif isinstance(job.result(), str):
                 group.errors.append(job.result())
             else:
                 group.trajectories += job.result()
         group.status = "failure" if group.errors else "finished"
 
-    async def run_session(self, group: Group, session_id: int, key: tuple, uid: str, prompts: dict) -> list[Trajectory] | str:
+    async def run_session(
+        self, group: Group, session_id: int, key: tuple, uid: str, prompts: dict
+    ) -> list[Trajectory] | str:
         """One call of the task's agent, and the scores of what it returned; a traceback when it raised or took too long."""
         cfg, task = self.engine.cfg, group.task
         policy = Policy(self.engine, task, self.sampling, session_seed(*key, session_id), prompts)
         agent = find_agent(task, cfg.agent)
         try:
             async with asyncio.timeout(cfg.rollout.session_timeout_s) as deadline:
-                trajectories = check_output(await agent(task, policy, cfg.agent), agent.__name__, cfg.data, self.engine.num_tokens)
+                trajectories = check_output(
+                    await agent(task, policy, cfg.agent), agent.__name__, cfg.data, self.engine.num_tokens
+                )
         except PromptTooLong:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the rollout gives this session up; else it is the agent's own doing
             late = isinstance(error, TimeoutError) and deadline.expired()
-            why = f"session {session_id} had not ended after rollout.session_timeout_s={cfg.rollout.session_timeout_s}\n" if late else traceback_text()
+            why = (
+                f"session {session_id} had not ended after rollout.session_timeout_s={cfg.rollout.session_timeout_s}\n"
+                if late
+                else traceback_text()
+            )
             if cfg.rollout.failed_groups == "raise":
                 raise RuntimeError(f"a session failed, and rollout.failed_groups=raise:\n{why}") from None
             return why
@@ -168,11 +199,18 @@ class Rollout:
             t.response = decode(t.tokens[t.prompt_length :], self.engine.tokenizer)
             t.answer = t.response if t.num_turns == 1 else decode(t.last_turn, self.engine.tokenizer)
         scores = [self.scorer.score(t) for t in trajectories]
-        await (asyncio.gather(*scores) if len(scores) > 1 else scores[0])  # a task of its own for one would be most of its cost
+        await (
+            asyncio.gather(*scores) if len(scores) > 1 else scores[0]
+        )  # a task of its own for one would be most of its cost
         errors = [t.error for t in trajectories if t.error]
-        self.num_unscored, self.num_expected = self.num_unscored + len(errors), self.num_expected + len(trajectories) - 1
+        self.num_unscored, self.num_expected = (
+            self.num_unscored + len(errors),
+            self.num_expected + len(trajectories) - 1,
+        )
         if too_many_failed(self.num_unscored, self.num_expected, cfg.reward):
-            raise RuntimeError(f"{self.num_unscored} of {self.num_expected} trajectories could not be scored, more than reward.max_failed_fraction={cfg.reward.max_failed_fraction}; one of them:\n{(errors or [''])[0]}")
+            raise RuntimeError(
+                f"{self.num_unscored} of {self.num_expected} trajectories could not be scored, more than reward.max_failed_fraction={cfg.reward.max_failed_fraction}; one of them:\n{(errors or [''])[0]}"
+            )
         return trajectories
 
 
@@ -184,17 +222,26 @@ def check_output(output, agent: str, cfg, num_tokens: int) -> list[Trajectory]:
     for t in trajectories:
         if 1 not in t.response_mask:
             raise ValueError(f"the agent {agent} returned a trajectory without a sampled token")
-        if not len(t.tokens) == len(t.response_mask) == len(t.rollout_logprobs) or not 0 <= min(t.tokens) <= max(t.tokens) < num_tokens:
-            raise ValueError(f"the agent {agent} returned {len(t.tokens)} tokens, {len(t.response_mask)} mask bits and {len(t.rollout_logprobs)} log-probs, ids {min(t.tokens)} to {max(t.tokens)} of {num_tokens}: fill it by observe and act")
+        if (
+            not len(t.tokens) == len(t.response_mask) == len(t.rollout_logprobs)
+            or not 0 <= min(t.tokens) <= max(t.tokens) < num_tokens
+        ):
+            raise ValueError(
+                f"the agent {agent} returned {len(t.tokens)} tokens, {len(t.response_mask)} mask bits and {len(t.rollout_logprobs)} log-probs, ids {min(t.tokens)} to {max(t.tokens)} of {num_tokens}: fill it by observe and act"
+            )
         prompt = t.response_mask.index(1)
         if prompt == 0 or None in t.rollout_logprobs or not all(map(math.isfinite, t.rollout_logprobs)):
-            raise ValueError(f"the agent {agent} returned a trajectory without a prompt, or with a log-prob that is no number: fill it by observe, then act")
+            raise ValueError(
+                f"the agent {agent} returned a trajectory without a prompt, or with a log-prob that is no number: fill it by observe, then act"
+            )
         if not all(isinstance(value, (int, float)) for value in t.metrics.values()):
             raise ValueError(f"the agent {agent} returned metrics that are no numbers: {t.metrics!r:.200}")
         response = len(t.tokens) - prompt
         t.finish_reason = t.finish_reason or ("length" if response == cfg.max_response_length else "stop")
         if prompt > cfg.max_prompt_length or response > cfg.max_response_length:
-            raise ValueError(f"the agent {agent} returned {prompt} + {response} tokens, more than data.max_prompt_length={cfg.max_prompt_length} + data.max_response_length={cfg.max_response_length}")
+            raise ValueError(
+                f"the agent {agent} returned {prompt} + {response} tokens, more than data.max_prompt_length={cfg.max_prompt_length} + data.max_response_length={cfg.max_response_length}"
+            )
     return trajectories
 
 
@@ -204,13 +251,19 @@ def check_groups(groups: list[Group], cfg: RolloutConfig) -> None:
     if errors and cfg.failed_groups == "raise":  # one that passed its deadline; others have raised already
         raise RuntimeError(f"a group failed, and rollout.failed_groups=raise:\n{errors[0]}")
     if len(errors) > cfg.max_failed_fraction * len(groups):
-        raise RuntimeError(f"{len(errors)} of {len(groups)} groups failed, more than rollout.max_failed_fraction={cfg.max_failed_fraction}; the first:\n{errors[0]}")
+        raise RuntimeError(
+            f"{len(errors)} of {len(groups)} groups failed, more than rollout.max_failed_fraction={cfg.max_failed_fraction}; the first:\n{errors[0]}"
+        )
 
 
 def usable(groups: list[Group], cfg: RolloutConfig) -> list[Group]:
     """The groups to train on, as cfg.failed_groups says."""
     at_least = 2 if cfg.failed_groups == "survivors" else cfg.n  # a group of one has nothing to be compared with
-    return [group for group in groups if group.status == "finished" or len({t.session_id for t in group.trajectories}) >= at_least]
+    return [
+        group
+        for group in groups
+        if group.status == "finished" or len({t.session_id for t in group.trajectories}) >= at_least
+    ]
 
 
 def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
@@ -245,8 +298,22 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
             break
     if not kept or (again and len(kept) < wanted):
         found = f"{len(kept)} groups to train on, {wanted} are needed: {counts['solved']} groups were solved, {counts['failed']} failed, {counts['lost']} lost a session"
-        raise ValueError(f"algorithm.max_num_gen_batches={most} batches gave {found}: change the data, or raise it" if again else f"a batch gave {found}: look into rollouts/*.failed.jsonl")
+        raise ValueError(
+            f"algorithm.max_num_gen_batches={most} batches gave {found}: change the data, or raise it"
+            if again
+            else f"a batch gave {found}: look into rollouts/*.failed.jsonl"
+        )
     took = gather([seconds])  # of every rank: the others wait for the slowest
-    log.add({"timing_s/gen/max": max(took), "timing_s/gen/mean": sum(took) / len(took), "timing_s/gen/min": min(took), "timing_s/idle": rollout.idle_s})
-    log.add({f"rollout/groups_{kind}": counts[kind] for kind in ("informative", "solved", "failed", "lost")} | {"rollout/gen_batches": batch})
+    log.add(
+        {
+            "timing_s/gen/max": max(took),
+            "timing_s/gen/mean": sum(took) / len(took),
+            "timing_s/gen/min": min(took),
+            "timing_s/idle": rollout.idle_s,
+        }
+    )
+    log.add(
+        {f"rollout/groups_{kind}": counts[kind] for kind in ("informative", "solved", "failed", "lost")}
+        | {"rollout/gen_batches": batch}
+    )
     return [t for group in kept[:wanted] for t in group]

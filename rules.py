@@ -3,6 +3,7 @@
 A rule is `(task, trajectory) -> float | {"score": float, part: float, ...}`. It reads `trajectory.answer`, the text of the policy's
 last turn (a tool's result is not its answer), and `task.ground_truth`. Where the ground truth can't be read it raises: NaN, not 0.
 """
+
 import ast
 import functools
 import itertools
@@ -15,7 +16,9 @@ from fractions import Fraction
 from batch import Task, Trajectory
 
 # Blanks, bold and currency signs around the sign; thousands separators; an exponent.
-NUMBER = re.compile(r"([-+]?)[\s*]*\\?[$€£]?\s*([-+]?)\s*(\d{1,3}(?:,\d{3})++(?!\d)(?:\.\d++)?+|\d++(?:\.\d++)?+(?:[eE][-+]?\d{1,3})?+|\.\d++)")
+NUMBER = re.compile(
+    r"([-+]?)[\s*]*\\?[$€£]?\s*([-+]?)\s*(\d{1,3}(?:,\d{3})++(?!\d)(?:\.\d++)?+|\d++(?:\.\d++)?+(?:[eE][-+]?\d{1,3})?+|\.\d++)"
+)
 # What makes it only a part: 3/4, 3:30, 3^2, 3 * 2, 3 - 2, 1.000.000, 1,2, 3 1/2, 1 234
 GOES_ON = re.compile(r"[.,]\d|\s*(?:[-+/:^*×x]|\\times|\\cdot)\s*\d|\s\d+/\d|\s\d{3}(?!\d)")
 
@@ -45,7 +48,9 @@ def exact(task: Task, trajectory: Trajectory) -> float:
 
 def exact_int(task: Task, trajectory: Trajectory) -> float:
     """1 when the first number in the response is the answer, an integer."""
-    match = re.search(r"-?(?:\d{1,3}(?:,\d{3})++(?!\d)|\d{1,100}+)(?:\.\d{1,100}+)?", trajectory.answer.replace("−", "-"))
+    match = re.search(
+        r"-?(?:\d{1,3}(?:,\d{3})++(?!\d)|\d{1,100}+)(?:\.\d{1,100}+)?", trajectory.answer.replace("−", "-")
+    )
     return float(match is not None and Fraction(match[0].replace(",", "")) == int(task.ground_truth))
 
 
@@ -63,7 +68,9 @@ def last_boxed(text: str) -> str | None:
 
 
 # in a LaTeX text without blanks and opening brackets: towers, long exponents, factorials of factorials, sums and integrals
-INTRACTABLE = re.compile(r"\d\^-?\d+}*\^|\*\*|(?<!\d)\^-?\d{3}|\)\^-?[2-9]\d|\^-?\d{5}|[!)}]!|\d{5}!|binom\d{5}|\\(?:sum|prod|i*nt)")
+INTRACTABLE = re.compile(
+    r"\d\^-?\d+}*\^|\*\*|(?<!\d)\^-?\d{3}|\)\^-?[2-9]\d|\^-?\d{5}|[!)}]!|\d{5}!|binom\d{5}|\\(?:sum|prod|i*nt)"
+)
 
 
 def is_tractable(answer: str) -> bool:
@@ -80,7 +87,18 @@ def parse_math(answer: str) -> list:
     return math_verify.parse(rf"\boxed{{{answer}}}", parsing_timeout=None)  # its time-outs are alarms: main thread only
 
 
-SYMBOLS = {"−": "-", "–": "-", "×": r"\times ", "π": r"\pi ", "°": r"^\circ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
+SYMBOLS = {
+    "−": "-",
+    "–": "-",
+    "×": r"\times ",
+    "π": r"\pi ",
+    "°": r"^\circ",
+    "²": "^2",
+    "³": "^3",
+    "½": r"\frac{1}{2}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+}
 REWRITES = [  # what math-verify does not read, or reads as something else
     (r"\\[$,!]|[€£]", ""),  # money, thin spaces
     (r"(?<!\\)\\[ ;:]|\s+", " "),
@@ -129,7 +147,9 @@ def same_math(answer: str, truth: str) -> bool:
     choice = re.fullmatch(r"\(?([A-E])\)?", FONT.sub(r"\1", truth))
     if choice and re.match(rf"\({choice[1]}\) +[^(]+$", FONT.sub(r"\1", answer)):  # with what it says: (C) 12
         return True
-    if re.fullmatch(r"[a-z]{4,}[\d,]*|yes|no", plain_truth):  # words: math-verify would take them for a product of symbols
+    if re.fullmatch(
+        r"[a-z]{4,}[\d,]*|yes|no", plain_truth
+    ):  # words: math-verify would take them for a product of symbols
         return False
     if all(re.fullmatch(r"[\da-f]+_\d+", s) for s in (plain_answer, plain_truth)):  # it does not see the base
         return False
@@ -221,9 +241,13 @@ def reasoning_gym_scorer(data_source: str):
 def reasoning_gym(task: Task, trajectory: Trajectory) -> float:
     r"""Reasoning Gym's own score of the last <answer></answer>, else of the last \boxed{}, else of the last line."""
     text = trajectory.answer.strip()
-    answer = next(found for found in (last_tagged(text), last_boxed(text), text.rpartition("\n")[2]) if found is not None)
+    answer = next(
+        found for found in (last_tagged(text), last_boxed(text), text.rpartition("\n")[2]) if found is not None
+    )
     entry, score_answer = {"answer": task.ground_truth, **task.extra_info}, reasoning_gym_scorer(task.data_source)
-    if re.search(r"\d\s*(?:\*\*|\^)[\s(]*\d+\s*(?:\*\*|\^)", answer):  # a tower of powers, which some of its scorers would evaluate
+    if re.search(
+        r"\d\s*(?:\*\*|\^)[\s(]*\d+\s*(?:\*\*|\^)", answer
+    ):  # a tower of powers, which some of its scorers would evaluate
         return 0.0
     try:
         return float(score_answer(answer=answer.strip(), entry=entry))
@@ -232,7 +256,14 @@ def reasoning_gym(task: Task, trajectory: Trajectory) -> float:
         return 0.0
 
 
-REWARDS = {"gsm8k": gsm8k, "math": math_boxed, "math_dapo": math_dapo, "countdown": countdown, "exact": exact, "exact_int": exact_int}
+REWARDS = {
+    "gsm8k": gsm8k,
+    "math": math_boxed,
+    "math_dapo": math_dapo,
+    "countdown": countdown,
+    "exact": exact,
+    "exact_int": exact_int,
+}
 DATA_SOURCES = {  # rows' data_source -> rule; a rule's own name, aime* and reasoning_gym/* need no entry
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",

@@ -7,6 +7,7 @@ namespaces of its own, it also has no network at all, a read-only file system, a
 returns False) only the hook stands before network and files, and a hook stops habits, not somebody who sets out to get past it: that
 is no security boundary. With the namespaces the kernel is the boundary, no more than that: it still reads what the user may read.
 """
+
 import ctypes
 import os
 import resource
@@ -20,9 +21,33 @@ import traceback
 import types
 
 CPU_S, WALL_S, MEMORY, FILE, OUTPUT, PROCESSES = 5, 8.0, 512 << 20, 4 << 20, 64 << 10, 32  # seconds, bytes, a number
-REFUSED = ("socket.", "subprocess.", "os.fork", "os.posix_spawn", "os.exec", "os.system", "os.kill", "os.chown", "ctypes.", "pty.", "signal.pthread_kill", "syslog.")
+REFUSED = (
+    "socket.",
+    "subprocess.",
+    "os.fork",
+    "os.posix_spawn",
+    "os.exec",
+    "os.system",
+    "os.kill",
+    "os.chown",
+    "ctypes.",
+    "pty.",
+    "signal.pthread_kill",
+    "syslog.",
+)
 READS = ("os.chdir", "os.listdir", "os.scandir")
-WRITES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.truncate", "os.utime", "shutil.rmtree")
+WRITES = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.chmod",
+    "os.truncate",
+    "os.utime",
+    "shutil.rmtree",
+)
 
 
 def python(code: str) -> str:
@@ -64,7 +89,9 @@ def isolate(libc) -> bool:
     if uid == 0:
         os.setresuid(65534, 0, 0)  # the limit on processes does not hold for a real root
     libc.prctl(4, 1)  # PR_SET_DUMPABLE, which that took away: it may write its own maps
-    if libc.unshare(0x10000000 | 0x40000000 | 0x20000000 | 0x08000000 | 0x00020000):  # user, network, process, IPC, mount
+    if libc.unshare(
+        0x10000000 | 0x40000000 | 0x20000000 | 0x08000000 | 0x00020000
+    ):  # user, network, process, IPC, mount
         return False
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -81,7 +108,14 @@ def isolate(libc) -> bool:
 
 def give_up(libc) -> None:
     """The limits, and whatever rights are left."""
-    for name, limit in (("CPU", CPU_S), ("AS", MEMORY), ("FSIZE", FILE), ("NOFILE", 64), ("NPROC", PROCESSES), ("CORE", 0)):
+    for name, limit in (
+        ("CPU", CPU_S),
+        ("AS", MEMORY),
+        ("FSIZE", FILE),
+        ("NOFILE", 64),
+        ("NPROC", PROCESSES),
+        ("CORE", 0),
+    ):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     libc.prctl(1, signal.SIGKILL)  # again: a change of rights takes it back
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
@@ -98,7 +132,9 @@ def make_guard(own: tuple[str, ...], readable: tuple[str, ...]):
             return
         writes = event in WRITES or (event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
         for path in args[: 2 if event in ("os.rename", "os.link", "os.symlink") else 1]:
-            if isinstance(path, (str, bytes)) and not (os.path.realpath(os.fsdecode(path)) + "/").startswith(own if writes else own + readable):
+            if isinstance(path, (str, bytes)) and not (os.path.realpath(os.fsdecode(path)) + "/").startswith(
+                own if writes else own + readable
+            ):
                 raise PermissionError(f"{path!r} is not open to {'writing' if writes else 'reading'} here")
 
     return guard
@@ -133,12 +169,19 @@ def main() -> None:
     give_up(libc)
     sys.argv, main_module = [""], types.ModuleType("__main__")
     sys.modules["__main__"] = main_module
-    sys.addaudithook(make_guard((os.getcwd() + "/",), (os.path.dirname(os.__file__) + "/", "/usr/share/zoneinfo/", "/dev/null/", "/dev/urandom/")))
+    sys.addaudithook(
+        make_guard(
+            (os.getcwd() + "/",),
+            (os.path.dirname(os.__file__) + "/", "/usr/share/zoneinfo/", "/dev/null/", "/dev/urandom/"),
+        )
+    )
     try:
         exec(compile(code, "<code>", "exec"), vars(main_module))
     except Exception as error:
         report = traceback.TracebackException.from_exception(error)
-        report.stack[:] = [frame for frame in report.stack if frame.filename == "<code>"]  # the same text on every machine
+        report.stack[:] = [
+            frame for frame in report.stack if frame.filename == "<code>"
+        ]  # the same text on every machine
         print("".join(report.format()).rstrip(), file=sys.stderr)
         sys.exit(1)
 

@@ -8,13 +8,16 @@ they run out, whom vLLM preempts and how much of a later prompt is still in the 
 
 It is written against the vLLM versions of engine.VLLM_VERSIONS, and leaves to vLLM what it does not know: prompts, preemption.
 """
+
 from dataclasses import fields, replace
 from itertools import chain
 
 import numpy as np
 
 OUTCOME = "lockstep"  # key of kv_transfer_params, which pass from the scheduler to a request's output untouched
-AHEAD = 4  # blocks that a request of a cohort is given at a time; some at every step, that no step has all of them to give
+AHEAD = (
+    4  # blocks that a request of a cohort is given at a time; some at every step, that no step has all of them to give
+)
 STEADY = 2  # steps after one of the same requests, from which on they are a cohort: to make one and give it up takes as long as that
 
 
@@ -24,15 +27,32 @@ class Cohort:
 
     def __init__(self, requests: list, every: int, longest: int):
         read = lambda value: np.fromiter(map(value, requests), np.int64, len(requests))  # noqa: E731
-        self.requests, self.rows = requests, {r.request_id: row for row, r in enumerate(requests)}  # rows: of those that are left
+        self.requests, self.rows = (
+            requests,
+            {r.request_id: row for row, r in enumerate(requests)},
+        )  # rows: of those that are left
         self.left, self.names = np.arange(len(requests)), list(self.rows)  # the same, in the order of the batch
         self.computed = read(lambda r: r.num_computed_tokens)
         self.outputs = read(lambda r: len(r._output_token_ids) + r.num_output_placeholders)
-        self.steps = np.minimum(read(lambda r: r.max_tokens) - self.outputs, longest - 1 - self.computed)  # that each can take
+        self.steps = np.minimum(
+            read(lambda r: r.max_tokens) - self.outputs, longest - 1 - self.computed
+        )  # that each can take
         self.room = -(-self.computed // every) * every  # tokens that its blocks hold
-        self.stops = np.array(sorted({token for r in requests for token in (r.sampling_params.eos_token_id, *(r.sampling_params.stop_token_ids or ())) if token is not None}))
+        self.stops = np.array(
+            sorted(
+                {
+                    token
+                    for r in requests
+                    for token in (r.sampling_params.eos_token_id, *(r.sampling_params.stop_token_ids or ()))
+                    if token is not None
+                }
+            )
+        )
         self.width = (AHEAD + 1) * every + 4  # sampled tokens that a request may not have been given yet
-        self.tokens, self.logprobs = np.zeros((len(requests), self.width), np.int64), np.zeros((len(requests), self.width))
+        self.tokens, self.logprobs = (
+            np.zeros((len(requests), self.width), np.int64),
+            np.zeros((len(requests), self.width)),
+        )
         self.scheduled, self.done = 0, 0  # steps
         self.known = [(0, 0)] * len(requests)  # of these, what the request itself knows of
         self.last = 0, 0  # vLLM's numbers of the last scheduled step
@@ -58,19 +78,31 @@ def lean_scheduler(asynchronous: bool) -> type:
     from vllm.v1.core.sched.utils import check_stop
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-    by_version = {"num_common_prefix_blocks": [0]} if any(f.name == "num_common_prefix_blocks" for f in fields(SchedulerOutput)) else {}
+    by_version = (
+        {"num_common_prefix_blocks": [0]}
+        if any(f.name == "num_common_prefix_blocks" for f in fields(SchedulerOutput))
+        else {}
+    )
 
     class LeanScheduler(AsyncScheduler if asynchronous else Scheduler):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            assert self.scheduler_config.async_scheduling == asynchronous, f"vLLM schedules {'a' if not asynchronous else ''}synchronously, which was not foreseen"
+            assert self.scheduler_config.async_scheduling == asynchronous, (
+                f"vLLM schedules {'a' if not asynchronous else ''}synchronously, which was not foreseen"
+            )
             unknown = self.connector, self.lora_config, self.num_spec_tokens or None, self.ec_connector
             assert unknown == (None,) * 4, f"no lean scheduling with {unknown}"
             groups = self.kv_cache_config.kv_cache_groups
-            same = len(groups) == 1 and groups[0].kv_cache_spec.block_size == self.block_size == getattr(self, "hash_block_size", self.block_size)
+            same = len(groups) == 1 and groups[0].kv_cache_spec.block_size == self.block_size == getattr(
+                self, "hash_block_size", self.block_size
+            )
             self.every = self.block_size if same else 1  # tokens between two looks at the KV cache
 
-            self.cohort, self.steady, self.num_steady = None, [], 0  # steady: the requests of the last step, if all decoded, and of so many before
+            self.cohort, self.steady, self.num_steady = (
+                None,
+                [],
+                0,
+            )  # steady: the requests of the last step, if all decoded, and of so many before
 
         def schedule(self, *args, **kwargs):
             if self.cohort and (output := self.schedule_cohort()):
@@ -96,7 +128,11 @@ def lean_scheduler(asynchronous: bool) -> type:
                 return None
             if len(over := c.left[c.steps[c.left] <= c.scheduled]):  # their last tokens are on the way
                 self.leave(over)
-            if not len(c.left) or len(c.left) > self.max_num_scheduled_tokens or not self.has_blocks(2 * AHEAD * len(c.left)):
+            if (
+                not len(c.left)
+                or len(c.left) > self.max_num_scheduled_tokens
+                or not self.has_blocks(2 * AHEAD * len(c.left))
+            ):
                 return None
             self.kv_cache_manager.new_step_starts()
             now, blocks = c.computed[c.left] + c.scheduled, [None] * len(c.left)
@@ -111,7 +147,9 @@ def lean_scheduler(asynchronous: bool) -> type:
                 assert room is not None, "the KV cache had room for fewer blocks than it said"
                 blocks[place] = room.get_block_ids(allow_none=True)
                 c.room[row] = -(-(now[place] + 1 + ahead) // self.every) * self.every
-            output = self.decode_output(c.names, blocks, now.tolist(), (c.outputs[c.left] + c.scheduled).tolist(), c.counts, {})
+            output = self.decode_output(
+                c.names, blocks, now.tolist(), (c.outputs[c.left] + c.scheduled).tolist(), c.counts, {}
+            )
             c.scheduled += 1
             c.last, output.cohort = (getattr(self, "sched_step_seq", 0), self.current_step), (c, c.left, c.names)
             return output
@@ -166,19 +204,36 @@ def lean_scheduler(asynchronous: bool) -> type:
                 computed, ahead = r.num_computed_tokens, r.num_output_placeholders
                 if ahead and computed + 2 - ahead >= r.num_prompt_tokens + r.max_tokens:
                     continue  # its last token is on the way
-                if len(r._all_token_ids) + ahead - computed != 1 or r.is_prefill_chunk or r.spec_token_ids or r.num_preemptions:
+                if (
+                    len(r._all_token_ids) + ahead - computed != 1
+                    or r.is_prefill_chunk
+                    or r.spec_token_ids
+                    or r.num_preemptions
+                ):
                     return None
                 if computed + 1 >= self.max_model_len:
                     continue
                 num_full += computed % self.every == 0
                 requests.append(r)
-            room = min(self.max_num_scheduled_tokens - len(requests), self.kv_cache_manager.block_pool.get_num_free_blocks() - num_full * len(self.kv_cache_config.kv_cache_groups))
+            room = min(
+                self.max_num_scheduled_tokens - len(requests),
+                self.kv_cache_manager.block_pool.get_num_free_blocks()
+                - num_full * len(self.kv_cache_config.kv_cache_groups),
+            )
             return requests if room >= 0 else None
 
         def schedule_decode(self, requests: list) -> "SchedulerOutput":
             self.kv_cache_manager.new_step_starts()
             names, blocks, computed_tokens, output_tokens = [r.request_id for r in requests], [], [], []
-            whole = {} if self.use_v2_model_runner else {r.request_id: r.all_token_ids.copy() for r in requests if r.request_id not in self.prev_step_scheduled_req_ids}
+            whole = (
+                {}
+                if self.use_v2_model_runner
+                else {
+                    r.request_id: r.all_token_ids.copy()
+                    for r in requests
+                    if r.request_id not in self.prev_step_scheduled_req_ids
+                }
+            )
             for r in requests:
                 computed = r.num_computed_tokens
                 if computed % self.every:
@@ -200,7 +255,15 @@ def lean_scheduler(asynchronous: bool) -> type:
                     r.next_decode_eligible_step = self.current_step + 1
             return output
 
-        def decode_output(self, names: list[str], blocks: list, computed_tokens: list[int], output_tokens: list[int], counts: dict[str, int], whole: dict) -> "SchedulerOutput":
+        def decode_output(
+            self,
+            names: list[str],
+            blocks: list,
+            computed_tokens: list[int],
+            output_tokens: list[int],
+            counts: dict[str, int],
+            whole: dict,
+        ) -> "SchedulerOutput":
             self.current_step += 1
             if self.defer_block_free:
                 self.sched_step_seq += 1
@@ -210,12 +273,24 @@ def lean_scheduler(asynchronous: bool) -> type:
             output = SchedulerOutput(
                 scheduled_new_reqs=[],
                 scheduled_cached_reqs=CachedRequestData(
-                    req_ids=names, resumed_req_ids=set(), new_token_ids=[], all_token_ids=whole, new_block_ids=blocks, num_computed_tokens=computed_tokens, num_output_tokens=output_tokens
+                    req_ids=names,
+                    resumed_req_ids=set(),
+                    new_token_ids=[],
+                    all_token_ids=whole,
+                    new_block_ids=blocks,
+                    num_computed_tokens=computed_tokens,
+                    num_output_tokens=output_tokens,
                 ),
-                num_scheduled_tokens=counts, total_num_scheduled_tokens=len(names), scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={},
-                finished_req_ids=self.finished_req_ids, free_encoder_mm_hashes=[], preempted_req_ids=self.reset_preempted_req_ids, new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+                num_scheduled_tokens=counts,
+                total_num_scheduled_tokens=len(names),
+                scheduled_spec_decode_tokens={},
+                scheduled_encoder_inputs={},
+                finished_req_ids=self.finished_req_ids,
+                free_encoder_mm_hashes=[],
+                preempted_req_ids=self.reset_preempted_req_ids,
+                new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
                 **by_version,
-            )  # fmt: skip
+            )
             self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
             return output
 
@@ -225,9 +300,18 @@ def lean_scheduler(asynchronous: bool) -> type:
             if together is not None:
                 counts = together
             known = {name: r for name in counts if (r := self.requests.get(name))}
-            odd = {name: n for name, n in counts.items() if name in known and (results.logprobs is None or known[name].num_preemptions)}
+            odd = {
+                name: n
+                for name, n in counts.items()
+                if name in known and (results.logprobs is None or known[name].num_preemptions)
+            }
             answer = super().update_from_output(replace(scheduled, num_scheduled_tokens=odd), results)
-            ended = [output for of in answer.values() for output in of.outputs if self.collect(known[output.request_id], output)]
+            ended = [
+                output
+                for of in answer.values()
+                for output in of.outputs
+                if self.collect(known[output.request_id], output)
+            ]
             rows = results.logprobs and results.logprobs.cu_num_generated_tokens
             values, stopped = results.logprobs.logprobs[:, 0] if results.logprobs else [], []
             values = values.tolist() if len(known) > 8 else values
@@ -242,12 +326,22 @@ def lean_scheduler(asynchronous: bool) -> type:
                     stopped.append(r)
             if together and len(stopped) < len(known):
                 self.dissolve()  # one that did not end, left to itself, would be scheduled no more
-            if self.cohort and (leaving := [row for r in stopped if (row := self.cohort.rows.get(r.request_id)) is not None]):
+            if self.cohort and (
+                leaving := [row for r in stopped if (row := self.cohort.rows.get(r.request_id)) is not None]
+            ):
                 self.leave(leaving)
             for r in stopped:
                 reason = r.get_finished_reason()
                 self._free_request(r)
-                ended.append(EngineCoreOutput(request_id=r.request_id, new_token_ids=list(r._output_token_ids), finish_reason=reason, stop_reason=r.stop_reason, kv_transfer_params={OUTCOME: r.logprobs}))
+                ended.append(
+                    EngineCoreOutput(
+                        request_id=r.request_id,
+                        new_token_ids=list(r._output_token_ids),
+                        finish_reason=reason,
+                        stop_reason=r.stop_reason,
+                        kv_transfer_params={OUTCOME: r.logprobs},
+                    )
+                )
             if stopped:
                 gone = set(stopped)
                 self.running = [r for r in self.running if r not in gone]
@@ -262,7 +356,11 @@ def lean_scheduler(asynchronous: bool) -> type:
             if c is None or c is not self.cohort:
                 return None
             tokens = list(chain.from_iterable(results.sampled_token_ids))
-            if results.logprobs is None or results.logprobs.cu_num_generated_tokens or not len(tokens) == len(results.sampled_token_ids) == len(rows):
+            if (
+                results.logprobs is None
+                or results.logprobs.cu_num_generated_tokens
+                or not len(tokens) == len(results.sampled_token_ids) == len(rows)
+            ):
                 self.dissolve()
                 return None
             places = slice(None) if results.req_ids == names else [results.req_id_to_index[name] for name in names]
@@ -295,7 +393,12 @@ def lean_scheduler(asynchronous: bool) -> type:
                 if (done := r.num_computed_tokens - r.num_output_placeholders) % self.every == 0:
                     self.kv_cache_manager.cache_blocks(r, done)
             params = r.sampling_params
-            ends = token == params.eos_token_id or token in (params.stop_token_ids or ()) or len(r._output_token_ids) >= r.max_tokens or total >= self.max_model_len
+            ends = (
+                token == params.eos_token_id
+                or token in (params.stop_token_ids or ())
+                or len(r._output_token_ids) >= r.max_tokens
+                or total >= self.max_model_len
+            )
             return ends and check_stop(r, self.max_model_len)
 
         def collect(self, r, output) -> bool:

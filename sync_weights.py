@@ -4,6 +4,7 @@ Order: asleep -> wake(weights) -> every tensor -> post-load processing -> reset 
 every sync: every parameter of vLLM was written, none twice, and the bits that vLLM holds add up to the bits that were
 sent. At the first sync and every `sync.verify_every` steps vLLM also samples fixed prompts and the actor scores what it sampled.
 """
+
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,9 @@ class SyncConfig:
 
     def __post_init__(self):
         if self.verify_every < 0 or self.probe_prompts < 1 or self.probe_tokens < 1:
-            raise ValueError(f"sync.verify_every={self.verify_every} must not be negative, sync.probe_prompts={self.probe_prompts} and sync.probe_tokens={self.probe_tokens} at least 1")
+            raise ValueError(
+                f"sync.verify_every={self.verify_every} must not be negative, sync.probe_prompts={self.probe_prompts} and sync.probe_tokens={self.probe_tokens} at least 1"
+            )
         for knob in ("max_logprob_diff", "mean_logprob_diff"):
             if getattr(self, knob) is not None and not getattr(self, knob) > 0:
                 raise ValueError(f"sync.{knob}={getattr(self, knob)} must be above 0")
@@ -76,12 +79,16 @@ def check_coverage(engine, loaded: set[str], ledger: Ledger, actor) -> None:
     parameters = dict(engine.model.named_parameters())  # without the second name of a tied one
     missing = sorted(parameters.keys() - loaded)
     if missing:
-        raise SyncError(f"{len(missing)} of vLLM's {len(parameters)} parameters were not written: {', '.join(missing[:8])}")
+        raise SyncError(
+            f"{len(missing)} of vLLM's {len(parameters)} parameters were not written: {', '.join(missing[:8])}"
+        )
     differs = held_bits(engine, parameters) != ledger.bits
     if dist.get_world_size() > 1:  # what follows is a collective: all ranks or none
         dist.all_reduce(differs := differs.int())
     if differs:
-        raise SyncError(f"vLLM holds other bits than the actor sent: a tensor was cut, changed or left from before. {differing_tensors(actor, engine)}")
+        raise SyncError(
+            f"vLLM holds other bits than the actor sent: a tensor was cut, changed or left from before. {differing_tensors(actor, engine)}"
+        )
 
 
 def held_bits(engine, parameters: dict) -> torch.Tensor:
@@ -107,7 +114,10 @@ def check_probe(actor, engine, cfg: SyncConfig, tasks: list[Task]) -> dict[str, 
         total, count = total + float(gaps.sum()), count + len(gaps)
         if float(gaps.max()) > worst[0]:
             position = t.prompt_length + int(gaps.argmax())
-            worst = float(gaps.max()), (i, position, t.tokens[position], t.rollout_logprobs[position], float(logprobs[position]))
+            worst = (
+                float(gaps.max()),
+                (i, position, t.tokens[position], t.rollout_logprobs[position], float(logprobs[position])),
+            )
     max_allowed, mean_allowed = tolerances(cfg, engine.dtype, actor.device.type)
     if worst[0] > max_allowed or total / count > mean_allowed:
         sequence, position, token, rollout, own = worst[1]
@@ -129,7 +139,9 @@ async def probe_session(engine, cfg: SyncConfig, task: Task, seed: int) -> Traje
     sampling = replace(engine.cfg.rollout, top_p=1.0, top_k=0)
     trajectory = Trajectory(task)
     trajectory.observe(Policy(engine, task, sampling, seed).encode(task.messages))
-    reply = await engine.generate(trajectory.tokens, sampling, min(cfg.probe_tokens, engine.cfg.data.max_response_length), seed)
+    reply = await engine.generate(
+        trajectory.tokens, sampling, min(cfg.probe_tokens, engine.cfg.data.max_response_length), seed
+    )
     trajectory.act(reply.tokens, reply.logprobs)
     return trajectory
 
@@ -161,4 +173,6 @@ def check_heads(path: str, tensor_parallel: int) -> None:
     config = AutoConfig.from_pretrained(path).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % tensor_parallel:
-        raise ValueError(f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of actor.path={path}")
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of actor.path={path}"
+        )

@@ -4,6 +4,7 @@ A tool is a typed function with a docstring (Google's style: `Args:`), from whic
 return text or anything that JSON has, and raise: the policy reads the message. `async def` tools run in the engine's loop, for what
 only waits; plain ones in worker processes, which are killed when they take too long. FORMATS has the ways to write a call.
 """
+
 import ast
 import asyncio
 import contextlib
@@ -39,12 +40,17 @@ def to_call(text: str, key: str) -> Call:
             raise TypeError("its parts have other types")
         return Call(name, arguments)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        return Call(error=f'a call must be JSON like {{"name": "...", "{key}": {{...}}}}, and this is not ({type(e).__name__}: {e})')
+        return Call(
+            error=f'a call must be JSON like {{"name": "...", "{key}": {{...}}}}, and this is not ({type(e).__name__}: {e})'
+        )
 
 
 def parse_hermes(text: str) -> list[Call]:
     """Every <tool_call>, also one that is not closed; not those in the reasoning."""
-    return [to_call(said, "arguments") for said in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text[text.find("</think>") + 1 :], re.DOTALL)]
+    return [
+        to_call(said, "arguments")
+        for said in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text[text.find("</think>") + 1 :], re.DOTALL)
+    ]
 
 
 def parse_llama3_json(text: str) -> list[Call]:
@@ -66,8 +72,12 @@ class Format:
 
 
 FORMATS = {
-    "hermes": Format(parse_hermes, 'To call one, write <tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>.'),
-    "llama3_json": Format(parse_llama3_json, 'To call one, answer with nothing but {"name": "...", "parameters": {...}}.'),
+    "hermes": Format(
+        parse_hermes, 'To call one, write <tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>.'
+    ),
+    "llama3_json": Format(
+        parse_llama3_json, 'To call one, answer with nothing but {"name": "...", "parameters": {...}}.'
+    ),
 }
 
 
@@ -93,9 +103,16 @@ def power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: power, ast.UAdd: operator.pos, ast.USub: operator.neg,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: power,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 
 
 def evaluate(node: ast.AST) -> Fraction:
@@ -154,7 +171,11 @@ def check_arguments(name: str, arguments: dict) -> None:
     properties = tool_schema(name)["function"]["parameters"]["properties"]
     for key, value in arguments.items():
         kind = properties.get(key, {}).get("type")
-        if isinstance(kind, str) and not isinstance(value, JSON_TYPES.get(kind, object)) and not (value is None and properties[key].get("nullable")):
+        if (
+            isinstance(kind, str)
+            and not isinstance(value, JSON_TYPES.get(kind, object))
+            and not (value is None and properties[key].get("nullable"))
+        ):
             raise TypeError(f"{key} must be of type {kind}, not {value!r:.50}")
 
 
@@ -200,12 +221,20 @@ class Toolbox:
 
     async def _call(self, call: Call) -> tuple[str, bool]:
         if call.error or call.name not in self.cfg.tools:
-            return f"error: {call.error or f'there is no tool {call.name!r}; there are: ' + ', '.join(self.cfg.tools)}", False
+            return (
+                f"error: {call.error or f'there is no tool {call.name!r}; there are: ' + ', '.join(self.cfg.tools)}",
+                False,
+            )
         try:
             check_arguments(call.name, call.arguments)
             if inspect.iscoroutinefunction(TOOLS[call.name]):
-                return result_text(await asyncio.wait_for(TOOLS[call.name](**call.arguments), self.cfg.tool_timeout_s), self.cfg.max_tool_response_length), True
-            if not self.pool:  # plain values, so that a worker need not import agent.py (and torch) to have them; a user's file will
+                return result_text(
+                    await asyncio.wait_for(TOOLS[call.name](**call.arguments), self.cfg.tool_timeout_s),
+                    self.cfg.max_tool_response_length,
+                ), True
+            if (
+                not self.pool
+            ):  # plain values, so that a worker need not import agent.py (and torch) to have them; a user's file will
                 setup = functools.partial(serve_tools, self.cfg.custom_path, self.cfg.max_tool_response_length)
                 self.pool = WorkerPool(setup, self.cfg.tool_workers, ["agent"] * bool(self.cfg.custom_path))
             return await self.pool.call(call.name, call.arguments, timeout_s=self.cfg.tool_timeout_s)

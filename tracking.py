@@ -1,4 +1,5 @@
 """Metrics and samples into wandb and TensorBoard, for those who look there; nothing that Lockstep itself reads."""
+
 from pathlib import Path
 
 import yaml
@@ -21,8 +22,17 @@ class Trackers:
                 raise ValueError("log.logger names wandb, which is not installed: pip install wandb")
             import wandb
 
-            self.wandb = wandb.init(project=cfg.project_name, name=cfg.experiment_name, dir=run_dir, config=settings, id=wandb_id, resume="allow")
-            self.wandb.define_metric("*", step_metric="step")  # not wandb's own count, which drops steps that are done again
+            self.wandb = wandb.init(
+                project=cfg.project_name,
+                name=cfg.experiment_name,
+                dir=run_dir,
+                config=settings,
+                id=wandb_id,
+                resume="allow",
+            )
+            self.wandb.define_metric(
+                "*", step_metric="step"
+            )  # not wandb's own count, which drops steps that are done again
         if "tensorboard" in cfg.logger:
             from accelerate.tracking import TensorBoardTracker
 

@@ -3,6 +3,7 @@
 One process a GPU. Each step: the weights go to vLLM, vLLM samples, rewards are computed, the batch is gathered, vLLM sleeps, and
 from there every rank holds the same list: old (and reference) log-probs, advantages, and the actor's updates.
 """
+
 import dataclasses
 import gc
 import sys
@@ -35,24 +36,36 @@ def train(cfg: Config) -> None:
     train_tasks, val_tasks = load_data(cfg, tokenizer)
     scorer = Scorer(cfg.reward, {t.data_source for t in train_tasks + val_tasks})
     stream = None if cfg.trainer.val_only else TaskStream(train_tasks, cfg.data, cfg.trainer.seed)
-    total_steps = None if cfg.trainer.val_only else cfg.trainer.total_training_steps or cfg.trainer.total_epochs * stream.steps_per_epoch
+    total_steps = (
+        None
+        if cfg.trainer.val_only
+        else cfg.trainer.total_training_steps or cfg.trainer.total_epochs * stream.steps_per_epoch
+    )
 
     accelerator = make_accelerator(cfg.actor)
     checkpoint = find(cfg.checkpoint, cfg.run_dir)
     state = read_state(checkpoint)
     if len(seen := set(gather([f"step {state['step']} ({checkpoint})"]))) > 1:
-        raise ValueError(f"the ranks see different checkpoints in {cfg.run_dir}: {', '.join(sorted(seen))}: log.default_local_dir must be one folder for all hosts")
+        raise ValueError(
+            f"the ranks see different checkpoints in {cfg.run_dir}: {', '.join(sorted(seen))}: log.default_local_dir must be one folder for all hosts"
+        )
     if cfg.trainer.val_only:
         total_steps = state["step"]
     if state["step"] > total_steps:
-        raise ValueError(f"{checkpoint} has done {state['step']} steps, more than the {total_steps} asked for: raise trainer.total_training_steps, or set checkpoint.resume=never")
+        raise ValueError(
+            f"{checkpoint} has done {state['step']} steps, more than the {total_steps} asked for: raise trainer.total_training_steps, or set checkpoint.resume=never"
+        )
     check_changes(cfg.checkpoint, state, dataclasses.asdict(cfg))
     log = start_log(cfg, accelerator.process_index, checkpoint, state, total_steps)
     if cfg.trainer.check_memory:
         preflight(cfg, len(tokenizer), accelerator.num_processes)
     engine = Engine(cfg, tokenizer, Toolbox(cfg.agent))  # first, since vLLM measures the memory that it finds free
     actor = Actor(cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature)
-    reference = Reference(cfg.ref, cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature) if cfg.needs_reference else None
+    reference = (
+        Reference(cfg.ref, cfg.actor, accelerator, len(tokenizer), cfg.rollout.temperature)
+        if cfg.needs_reference
+        else None
+    )
     first_step, kl_coef = state["step"], state.get("kl_coef", cfg.algorithm.kl_coef)
     if checkpoint:
         load(checkpoint, actor)
@@ -91,7 +104,10 @@ def train(cfg: Config) -> None:
         if cfg.old_logprobs_from != "update":
             with log.timer("old_log_prob"):
                 bypass = cfg.old_logprobs_from == "rollout"
-                for t, logprobs in zip(trajectories, [torch.tensor(t.rollout_logprobs) for t in trajectories] if bypass else actor.score(trajectories)):
+                for t, logprobs in zip(
+                    trajectories,
+                    [torch.tensor(t.rollout_logprobs) for t in trajectories] if bypass else actor.score(trajectories),
+                ):
                     t.old_logprobs = logprobs
             log.add(reject_mismatched(trajectories, cfg.loss))
         if reference:
@@ -115,10 +131,23 @@ def train(cfg: Config) -> None:
         ends = told_to_stop(actor.device)
         if is_due(step + 1, total_steps, cfg.checkpoint.save_freq) or (ends and cfg.checkpoint.save_freq):
             with log.timer("save_checkpoint"):
-                state = {"stream": stream.state_dict(), "kl_coef": kl_coef, "wandb_id": log.trackers and log.trackers.wandb_id, "skipped": recorder.skipped, "config": dataclasses.asdict(cfg)}
+                state = {
+                    "stream": stream.state_dict(),
+                    "kl_coef": kl_coef,
+                    "wandb_id": log.trackers and log.trackers.wandb_id,
+                    "skipped": recorder.skipped,
+                    "config": dataclasses.asdict(cfg),
+                }
                 save(cfg.checkpoint, cfg.run_dir, step + 1, actor, state, tokenizer)
         if ends:
-            log.say(f"told to end (SIGTERM) after {step + 1} steps" + (": saved, the same command goes on from there" if cfg.checkpoint.save_freq else ", not saved: checkpoint.save_freq=0"))
+            log.say(
+                f"told to end (SIGTERM) after {step + 1} steps"
+                + (
+                    ": saved, the same command goes on from there"
+                    if cfg.checkpoint.save_freq
+                    else ", not saved: checkpoint.save_freq=0"
+                )
+            )
             break
 
     if cfg.checkpoint.export_hf and not cfg.trainer.val_only and not ends:
@@ -131,10 +160,19 @@ def train(cfg: Config) -> None:
 def load_data(cfg: Config, tokenizer):
     """Training and validation tasks that fit. Everything wrong with them is found here, before a model loads."""
     found = []
-    for files, most, knob in [(cfg.data.train_files, cfg.data.train_max_samples, "data.train_files"), (cfg.data.val_files, cfg.data.val_max_samples, "data.val_files")]:
-        tasks = load_tasks(files, cfg.data, most, knob) if files and not (cfg.trainer.val_only and "train" in knob) else []
+    for files, most, knob in [
+        (cfg.data.train_files, cfg.data.train_max_samples, "data.train_files"),
+        (cfg.data.val_files, cfg.data.val_max_samples, "data.val_files"),
+    ]:
+        tasks = (
+            load_tasks(files, cfg.data, most, knob) if files and not (cfg.trainer.val_only and "train" in knob) else []
+        )
         check_agents(tasks, cfg.agent)
-        found.append(filter_overlong(tasks, tokenizer, cfg.data, lambda task: agent_prompt(task, tokenizer, cfg.agent)) if tasks else [])
+        found.append(
+            filter_overlong(tasks, tokenizer, cfg.data, lambda task: agent_prompt(task, tokenizer, cfg.agent))
+            if tasks
+            else []
+        )
     return found
 
 
@@ -152,7 +190,9 @@ def validate(cfg: Config, engine: Engine, scorer: Scorer, tasks: list, step: int
     trajectories = [t for group in groups for t in group.trajectories]
     log.failures(f"val-{step:06d}", groups)
     log.dump(f"val-{step:06d}", trajectories)
-    failed = {name.replace("reward", "val"): number for name, number in check_failures(trajectories, cfg.reward).items()}
+    failed = {
+        name.replace("reward", "val"): number for name, number in check_failures(trajectories, cfg.reward).items()
+    }
     return validation_metrics(trajectories, tasks, cfg.val.n) | failed
 
 

@@ -6,6 +6,7 @@ The fork server is a fresh Python that imports the function's module: no CUDA co
 it may start at any time, and a killed worker's replacement is a fork of it, there in milliseconds. It runs no call, so it never hangs,
 sees this process end however it ends, and takes the workers along; were it killed itself, the kernel would kill them (PR_SET_PDEATHSIG).
 """
+
 import asyncio
 import contextlib
 import ctypes
@@ -69,7 +70,11 @@ class WorkerPool:
     def __init__(self, setup: Callable[[], Callable], num_workers: int, preload: Iterable[str] = ()):
         """setup, which pickle must know by name, runs once in each worker and returns the function; preload names modules to fork with."""
         self.setup, self.queue, self.workers, self.num_started = pack(pickle.dumps(setup)), deque(), [], 0
-        self.loop, self.broken, self.pace = None, None, AHEAD_S / SENT_AHEAD[0]  # pace: seconds that a call takes, of late
+        self.loop, self.broken, self.pace = (
+            None,
+            None,
+            AHEAD_S / SENT_AHEAD[0],
+        )  # pace: seconds that a call takes, of late
         modules = [getattr(setup, "func", setup).__module__, *preload]
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -91,7 +96,9 @@ class WorkerPool:
             raise WorkerError(traceback_text()) from e
         call = Call(self.loop.create_future(), message, timeout_s)
         self.queue.append(call)
-        if len(self.queue) % TOGETHER == 0 or (len(self.queue) == 1 and any(w.ready and not w.sent for w in self.workers)):
+        if len(self.queue) % TOGETHER == 0 or (
+            len(self.queue) == 1 and any(w.ready and not w.sent for w in self.workers)
+        ):
             self._feed()
         elif len(self.queue) == 1:  # with those that come in the same turn of the loop
             self.loop.call_soon(self._feed)
@@ -146,7 +153,9 @@ class WorkerPool:
     def _feed(self) -> None:
         """Spread the queue over the workers, many calls in one write, ahead of time only what would wait anyway."""
         ready = [worker for worker in self.workers if worker.ready]
-        most = min(max(int(AHEAD_S / self.pace), SENT_AHEAD[0]), SENT_AHEAD[1]) if len(ready) == len(self.workers) else 1  # who starts up may be free before
+        most = (
+            min(max(int(AHEAD_S / self.pace), SENT_AHEAD[0]), SENT_AHEAD[1]) if len(ready) == len(self.workers) else 1
+        )  # who starts up may be free before
         share = lambda: min(most, 1 + len(self.queue) // len(self.workers))  # noqa: E731
         ready = [worker for worker in ready if 2 * len(worker.sent) <= share()]  # not a write for every answer
         while self.queue and ready:
@@ -244,7 +253,9 @@ class WorkerPool:
 
 def finish(call: Call, outcome) -> None:
     if not call.future.done() and not call.future.get_loop().is_closed():  # nobody waits for a cancelled call
-        call.future.set_exception(outcome) if isinstance(outcome, (WorkerError, WorkerTimeout)) else call.future.set_result(outcome)
+        call.future.set_exception(outcome) if isinstance(
+            outcome, (WorkerError, WorkerTimeout)
+        ) else call.future.set_result(outcome)
 
 
 def pack(message: bytes) -> bytes:

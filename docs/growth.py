@@ -3,6 +3,7 @@
 One process and one vLLM for all points, on bench.py's fixed workload: its loop, with another number of prompts and tokens for each step. Of a point's steps
 the last counts, the ones before it warm up.
 """
+
 import json
 import sys
 import tempfile
@@ -12,9 +13,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench
 import launch
 
-POINTS = [(64, 512, 4), (32, 1024, 2), (16, 2048, 1), (8, 4096, 1), (4, 8192, 1), (8, 512, 2), (16, 512, 2), (32, 512, 2), (128, 512, 2)]  # prompts of 8 sessions, tokens of a response, steps
-FLAGS = [*bench.QUIET, *"""--config configs/bench_qwen3_0_6b.yaml --data.train-batch-size 128 --actor.ppo-mini-batch-size 128 --rollout.max-num-seqs 1024
- --log.samples-every 0 --trainer.trace-groups 0 --data.val-files""".split()]
+POINTS = [
+    (64, 512, 4),
+    (32, 1024, 2),
+    (16, 2048, 1),
+    (8, 4096, 1),
+    (4, 8192, 1),
+    (8, 512, 2),
+    (16, 512, 2),
+    (32, 512, 2),
+    (128, 512, 2),
+]  # prompts of 8 sessions, tokens of a response, steps
+FLAGS = [
+    *bench.QUIET,
+    *"""--config configs/bench_qwen3_0_6b.yaml --data.train-batch-size 128 --actor.ppo-mini-batch-size 128 --rollout.max-num-seqs 1024
+ --log.samples-every 0 --trainer.trace-groups 0 --data.val-files""".split(),
+]
 PHASES = ("gen", "old_log_prob", "update_actor", "sync", "step")
 
 
@@ -35,22 +49,40 @@ def run(out: str, flags: list[str], points=POINTS, shape: str = "qwen3-0.6b") ->
     with tempfile.TemporaryDirectory() as folder:
         sizes = load_config([*FLAGS, *flags, *longest, "--actor.path", "dummy", "--data.train-files", "dummy"]).data
         dummy = bench.dummy_flags(shape, 4 * sizes.train_batch_size, sizes.max_prompt_length, tempfile.gettempdir())
-        cfg = load_config([*FLAGS, *flags, *longest, *dummy, "--trainer.total-training-steps", str(len(steps)), "--log.default-local-dir", folder])
+        cfg = load_config(
+            [
+                *FLAGS,
+                *flags,
+                *longest,
+                *dummy,
+                "--trainer.total-training-steps",
+                str(len(steps)),
+                "--log.default-local-dir",
+                folder,
+            ]
+        )
         train.train(cfg)
         records = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
     last = {point: record for point, record in zip(steps, records)}
     args, rows = bench.parse([])[0], []
     for (prompts, tokens), record in last.items():
         phases = bench.measure([record], bench.Work(cfg, record, 1), args)
-        rows.append({"sessions": prompts * cfg.rollout.n, "response": tokens, "phases": {name: phases[name] for name in PHASES}})
+        rows.append(
+            {"sessions": prompts * cfg.rollout.n, "response": tokens, "phases": {name: phases[name] for name in PHASES}}
+        )
     Path(out).write_text(json.dumps({"points": rows, "metrics": records}, indent=1))
-    print(f"{'sessions':>9}{'response':>9}" + "".join(f"{name:>14}" for name in PHASES) + f"{'tokens/s':>10}{'gen tokens/s':>14}{'update MFU':>12}{'x floor':>9}")
+    print(
+        f"{'sessions':>9}{'response':>9}"
+        + "".join(f"{name:>14}" for name in PHASES)
+        + f"{'tokens/s':>10}{'gen tokens/s':>14}{'update MFU':>12}{'x floor':>9}"
+    )
     for row in rows:
         p = row["phases"]
         print(
-            f"{row['sessions']:>9}{row['response']:>9}" + "".join(f"{p[name]['seconds']:>14.2f}" for name in PHASES)
+            f"{row['sessions']:>9}{row['response']:>9}"
+            + "".join(f"{p[name]['seconds']:>14.2f}" for name in PHASES)
             + f"{p['step']['tokens_per_s']:>10,.0f}{p['gen']['tokens_per_s']:>14,.0f}{p['update_actor']['mfu']:>12.1%}{p['step']['ratio']:>9.1f}"
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Curves are metrics.jsonl of published runs, of three seeds where the name says so; trl_arith.json is TRL's on the same work. --page also
 photographs show.py's page of a run, in headless Chromium.
 """
+
 import argparse
 import json
 import shutil
@@ -20,7 +21,16 @@ import matplotlib.pyplot as plt  # noqa: E402
 DOCS = Path(__file__).parent
 BLUE, ORANGE, GREY = "#2f6fd0", "#e07b39", "#8a94a6"
 SMOOTHED = 5  # steps, in the pictures of three seeds
-plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e9ef", "axes.edgecolor": GREY}
+plt.rcParams |= {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lockstep",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e9ef",
+    "axes.edgecolor": GREY,
+}
 
 
 def curve(name: str) -> list[dict]:
@@ -35,7 +45,9 @@ def column(records: list[dict], name: str) -> tuple[list, list]:
 def finish(axes, name: str, x: str, y: str) -> None:
     axes.set(xlabel=x, ylabel=y)
     axes.legend(frameon=False, loc="lower right")
-    unsigned = {"Date": None} if name.endswith(".svg") else {"Software": None}  # so that the same curves give the same bytes
+    unsigned = (
+        {"Date": None} if name.endswith(".svg") else {"Software": None}
+    )  # so that the same curves give the same bytes
     axes.figure.savefig(DOCS / "pictures" / name, bbox_inches="tight", facecolor="white", metadata=unsigned, dpi=150)
     plt.close(axes.figure)
 
@@ -47,13 +59,26 @@ def quickstart() -> None:
     axes.plot(steps, rewards, color=BLUE, linewidth=1.2, label="reward in training")
     steps, values = column(records, "val/exact/mean@1")
     _, errors = column(records, "val/exact/mean@1/stderr")
-    axes.errorbar(steps, values, yerr=errors, color=ORANGE, marker="o", markersize=4, linewidth=1.2, capsize=2, label="256 unseen sums (standard error)")
+    axes.errorbar(
+        steps,
+        values,
+        yerr=errors,
+        color=ORANGE,
+        marker="o",
+        markersize=4,
+        linewidth=1.2,
+        capsize=2,
+        label="256 unseen sums (standard error)",
+    )
     axes.set_ylim(0, 1.02)
     finish(axes, "quickstart.svg", "step", "share right")
 
 
 def smollm2() -> None:
-    ours, theirs = curve("smollm2_arith_h200.jsonl"), json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"]
+    ours, theirs = (
+        curve("smollm2_arith_h200.jsonl"),
+        json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"],
+    )
     _, axes = plt.subplots(figsize=(6.4, 2.8))
     seconds, total = [], 0.0
     trained = [r for r in ours if "reward/mean" in r]
@@ -61,7 +86,13 @@ def smollm2() -> None:
         total += r["timing_s/step"]
         seconds.append(total)
     axes.plot(seconds, [r["reward/mean"] for r in trained], color=BLUE, linewidth=1.2, label="Lockstep, seed 0")
-    axes.plot([p["seconds"] for p in theirs], [p["reward"] for p in theirs], color=GREY, linewidth=1.2, label="TRL 1.16.0, seed 0")
+    axes.plot(
+        [p["seconds"] for p in theirs],
+        [p["reward"] for p in theirs],
+        color=GREY,
+        linewidth=1.2,
+        label="TRL 1.16.0, seed 0",
+    )
     axes.set_ylim(0, 1.02)
     finish(axes, "smollm2_arith.svg", "seconds, 80 steps each", "reward")
 
@@ -80,7 +111,9 @@ def by_seed(name: str) -> dict[int, list[dict]]:
 def band(axes, seeds: dict[int, list[dict]], name: str, label: str) -> None:
     """The mean of the seeds, from the lowest to the highest of them shaded."""
     of_step = list(zip(*(smoothed(column(records, name)[1]) for records in seeds.values()), strict=True))
-    axes.fill_between(range(len(of_step)), [min(v) for v in of_step], [max(v) for v in of_step], color=BLUE, alpha=0.3, linewidth=0)
+    axes.fill_between(
+        range(len(of_step)), [min(v) for v in of_step], [max(v) for v in of_step], color=BLUE, alpha=0.3, linewidth=0
+    )
     axes.plot([statistics.mean(v) for v in of_step], color=BLUE, linewidth=1.4, label=label)
 
 
@@ -90,14 +123,34 @@ def validations(axes, seeds: dict[int, list[dict]], source: str, label: str) -> 
         steps, values = column(records, f"val/{source}/mean@1")
         _, errors = column(records, f"val/{source}/mean@1/stderr")
         places = [step + 1.6 * (i - 1) for step in steps]
-        axes.errorbar(places, values, yerr=errors, color=ORANGE, marker="o", markersize=3, linestyle="none", linewidth=1, capsize=2, label=label if i == 0 else None)
+        axes.errorbar(
+            places,
+            values,
+            yerr=errors,
+            color=ORANGE,
+            marker="o",
+            markersize=3,
+            linestyle="none",
+            linewidth=1,
+            capsize=2,
+            label=label if i == 0 else None,
+        )
 
 
 def arith_seeds() -> None:
-    seeds, theirs = by_seed("smollm2_arith_3_seeds_h200.jsonl"), json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"]
+    seeds, theirs = (
+        by_seed("smollm2_arith_3_seeds_h200.jsonl"),
+        json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"],
+    )
     _, axes = plt.subplots(figsize=(7.2, 3.2))
     band(axes, seeds, "reward/mean", "reward, Lockstep, mean and range of three seeds")
-    axes.plot([p["step"] - 1 for p in theirs], smoothed([p["reward"] for p in theirs]), color=GREY, linewidth=1.4, label=f"reward, TRL 1.16.0, seed 0, {len(theirs)} steps")
+    axes.plot(
+        [p["step"] - 1 for p in theirs],
+        smoothed([p["reward"] for p in theirs]),
+        color=GREY,
+        linewidth=1.4,
+        label=f"reward, TRL 1.16.0, seed 0, {len(theirs)} steps",
+    )
     validations(axes, seeds, "exact_int", "512 unseen sums, greedy, each seed (standard error)")
     axes.set_ylim(0, 1.02)
     axes.set_title("SmolLM2-135M-Instruct, few-shot sums of two-digit numbers", fontsize=9, loc="left")
@@ -116,7 +169,11 @@ def chain_seeds() -> None:
     validations(left, seeds, "reasoning_gym/chain_sum", "256 unseen, greedy (standard error)")
     left.set(ylim=(0, 0.8), xticks=range(0, 161, 40))
     right.set_xticks(range(0, 161, 40))
-    left.set_title("SmolLM2-135M-Instruct, reasoning_gym's chain_sum (a + b and a - b, one or two digits), three seeds", fontsize=9, loc="left")
+    left.set_title(
+        "SmolLM2-135M-Instruct, reasoning_gym's chain_sum (a + b and a - b, one or two digits), three seeds",
+        fontsize=9,
+        loc="left",
+    )
     finish(left, "chain_sum_3_seeds.png", f"updates (reward: mean of {SMOOTHED} steps)", "reward")
 
 
@@ -128,7 +185,14 @@ def photograph(run: Path) -> None:
     from page import write_page
 
     options = webdriver.ChromeOptions()
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars", "--window-size=1280,1000"):
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+        "--window-size=1280,1000",
+    ):
         options.add_argument(flag)
     with tempfile.TemporaryDirectory() as folder:
         write_page([run], Path(folder) / "page.html")
@@ -140,7 +204,9 @@ def photograph(run: Path) -> None:
             driver.set_window_size(1280, 700)
             driver.execute_script("document.getElementById('show-browser').click()")
             time.sleep(1)
-            driver.execute_script("document.querySelector('#list tbody tr').click(); window.scrollTo(0, document.body.scrollHeight)")
+            driver.execute_script(
+                "document.querySelector('#list tbody tr').click(); window.scrollTo(0, document.body.scrollHeight)"
+            )
             time.sleep(1)
             driver.save_screenshot(str(DOCS / "pictures" / "page_rollouts.png"))
         finally:

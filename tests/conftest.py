@@ -1,4 +1,5 @@
 """A tiny random model and a little data, made once; one process group and one vLLM for the tests that run in this process."""
+
 import json
 import os
 import subprocess
@@ -44,11 +45,38 @@ def tiny(tmp_path_factory) -> Path:
 def flags(tiny: Path, *more: str) -> list[str]:
     """The flags of a run of a few seconds on the tiny model."""
     return [
-        "--actor.path", str(tiny / "model"), "--actor.dtype", "float32", "--actor.lr", "1e-2", "--actor.ppo-mini-batch-size", "4", "--actor.ppo-max-token-len-per-gpu", "256",
-        "--data.train-files", str(tiny / "train.jsonl"), "--data.val-files", str(tiny / "val.jsonl"), "--data.train-batch-size", "8",
-        "--data.max-prompt-length", "24", "--data.max-response-length", "12", "--reward.custom-path", str(tiny / "digits.py"),
-        "--rollout.n", "4", "--rollout.kv-cache-memory-bytes", str(32 << 20), "--trainer.total-training-steps", "2", "--sync.verify-every", "1", *more,
-    ]  # fmt: skip
+        "--actor.path",
+        str(tiny / "model"),
+        "--actor.dtype",
+        "float32",
+        "--actor.lr",
+        "1e-2",
+        "--actor.ppo-mini-batch-size",
+        "4",
+        "--actor.ppo-max-token-len-per-gpu",
+        "256",
+        "--data.train-files",
+        str(tiny / "train.jsonl"),
+        "--data.val-files",
+        str(tiny / "val.jsonl"),
+        "--data.train-batch-size",
+        "8",
+        "--data.max-prompt-length",
+        "24",
+        "--data.max-response-length",
+        "12",
+        "--reward.custom-path",
+        str(tiny / "digits.py"),
+        "--rollout.n",
+        "4",
+        "--rollout.kv-cache-memory-bytes",
+        str(32 << 20),
+        "--trainer.total-training-steps",
+        "2",
+        "--sync.verify-every",
+        "1",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -90,18 +118,46 @@ def actor(cfg, tokenizer, accelerator, engine):
 
 
 def launch_command(args: list[str], processes: int = 1, script: Path = ROOT / "train.py") -> list[str]:
-    return [str(Path(sys.executable).parent / "accelerate"), "launch", "--num_processes", str(processes), str(script), *args]
+    return [
+        str(Path(sys.executable).parent / "accelerate"),
+        "launch",
+        "--num_processes",
+        str(processes),
+        str(script),
+        *args,
+    ]
 
 
 def launch_environment(**more: str) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} | {"WANDB_MODE": "offline"} | more
+    return (
+        {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
+        | {"WANDB_MODE": "offline"}
+        | more
+    )
 
 
-def launch(args: list[str], processes: int = 1, cwd: Path = ROOT, script: Path = ROOT / "train.py", env: dict | None = None, accelerate: bool = False) -> subprocess.CompletedProcess:
+def launch(
+    args: list[str],
+    processes: int = 1,
+    cwd: Path = ROOT,
+    script: Path = ROOT / "train.py",
+    env: dict | None = None,
+    accelerate: bool = False,
+) -> subprocess.CompletedProcess:
     """A run of train.py to its end. Through `accelerate launch`, as a user does it, where that is what matters: starting accelerate takes a third of a short run."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = launch_command(args, processes, script) if accelerate else [*(torchrun if processes > 1 else [sys.executable]), str(script), *args]
-    return subprocess.run(command, cwd=cwd, env=launch_environment(**(env or {})), capture_output=True, text=True, timeout=300)
+    command = (
+        launch_command(args, processes, script)
+        if accelerate
+        else [*(torchrun if processes > 1 else [sys.executable]), str(script), *args]
+    )
+    return subprocess.run(
+        command, cwd=cwd, env=launch_environment(**(env or {})), capture_output=True, text=True, timeout=300
+    )
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

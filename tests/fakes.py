@@ -1,4 +1,5 @@
 """Stand-ins that the unit tests share: what they need of a run, made by hand."""
+
 from itertools import groupby
 
 import torch
@@ -6,7 +7,18 @@ import torch
 from batch import Task, Trajectory
 
 
-def make_trajectory(prompt=3, response=(1, 1, 1), score=1.0, uid="a", session_id=0, index=0, rollout=None, old=None, ref=None, advantages=None) -> Trajectory:
+def make_trajectory(
+    prompt=3,
+    response=(1, 1, 1),
+    score=1.0,
+    uid="a",
+    session_id=0,
+    index=0,
+    rollout=None,
+    old=None,
+    ref=None,
+    advantages=None,
+) -> Trajectory:
     """A trajectory of `prompt` observed tokens, then one token a bit of the mask `response`; the last four arguments hold a number a token of the response."""
     t = Trajectory(Task("1+1=", "test", "2"), uid=uid, session_id=session_id, index=index, score=score)
     t.observe(list(range(10, 10 + prompt)))

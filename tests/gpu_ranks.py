@@ -6,6 +6,7 @@ Each check prints JSON lines with its figures and PASS or FAIL and adds them to 
 workers are this file too: `gpu_ranks.py worker WHAT ...` under torch.distributed.run, and `gpu_ranks.py trainer ...`, which is train.py
 that leaves a note of the phase that each rank is in.
 """
+
 import argparse
 import json
 import os
@@ -23,7 +24,10 @@ TIMEOUT_S = 300
 
 
 def environment(gpus: str | None = None) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES} | {"WANDB_MODE": "offline", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    env = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES} | {
+        "WANDB_MODE": "offline",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    }
     return env | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
 
 
@@ -40,7 +44,21 @@ def work(processes: int, what: str, out: Path, model: Path, *more: str) -> dict:
     import torch
 
     saved = out / f"{'-'.join([what, str(processes), *(word.lstrip('-') for word in more if '/' not in word)])}.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", __file__, "worker", what, "--model", str(model), "--save", str(saved), *more]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        __file__,
+        "worker",
+        what,
+        "--model",
+        str(model),
+        "--save",
+        str(saved),
+        *more,
+    ]
     start = time.time()
     call(command, saved.with_suffix(".log"))
     return torch.load(saved, weights_only=False) | {"wall_s": time.time() - start}
@@ -81,18 +99,39 @@ def worker(args) -> None:
 
     config = AutoConfig.from_pretrained(args.model)
     longest = min(1024, config.max_position_embeddings)
-    cfg = ActorConfig(path=args.model, dtype=args.dtype, fsdp_size=args.fsdp_size, grad_clip=1e9, lr=1e-3, ppo_mini_batch_size=64, use_dynamic_bsz=args.dynamic,
-                      ppo_max_token_len_per_gpu=4 * longest, ppo_micro_batch_size_per_gpu=4)  # fmt: skip
+    cfg = ActorConfig(
+        path=args.model,
+        dtype=args.dtype,
+        fsdp_size=args.fsdp_size,
+        grad_clip=1e9,
+        lr=1e-3,
+        ppo_mini_batch_size=64,
+        use_dynamic_bsz=args.dynamic,
+        ppo_max_token_len_per_gpu=4 * longest,
+        ppo_micro_batch_size_per_gpu=4,
+    )
     accelerator = make_accelerator(cfg)
     if args.what == "links":
         result, forwards = links(accelerator), []
     else:
         actor, forwards, forward = Actor(cfg, accelerator, config.vocab_size, 1.0), [], actor_module.forward
-        actor_module.forward = lambda model, batch: (forwards.append(len(batch.tokens)), forward(model, batch))[1]  # count them
-        result = {"gradients": gradients, "reference": reference, "state": state}[args.what](actor, trajectories(config.vocab_size, longest), args)
-        bits, everyone = {name: int(bit_sum(tensor)) for name, tensor in actor.weights(torch.float32)}, [None] * dist.get_world_size()
+        actor_module.forward = lambda model, batch: (forwards.append(len(batch.tokens)), forward(model, batch))[
+            1
+        ]  # count them
+        result = {"gradients": gradients, "reference": reference, "state": state}[args.what](
+            actor, trajectories(config.vocab_size, longest), args
+        )
+        bits, everyone = (
+            {name: int(bit_sum(tensor)) for name, tensor in actor.weights(torch.float32)},
+            [None] * dist.get_world_size(),
+        )
         dist.all_gather_object(everyone, (bits, forwards))
-        result |= {"bits": bits, "same_weights": all(b == bits for b, _ in everyone), "forwards": [len(f) for _, f in everyone], "tokens": [sum(f) for _, f in everyone]}
+        result |= {
+            "bits": bits,
+            "same_weights": all(b == bits for b, _ in everyone),
+            "forwards": [len(f) for _, f in everyone],
+            "tokens": [sum(f) for _, f in everyone],
+        }
     if accelerator.is_main_process:
         torch.save(result, args.save)
     dist.barrier()
@@ -110,7 +149,9 @@ def gradients(actor, batch: list, args) -> dict:
     def keep_gradients():
         for name, p in actor.model.named_parameters():
             whole = p.grad.full_tensor()
-            grads[name.replace("_checkpoint_wrapped_module.", "")] = whole.cpu() if actor.accelerator.is_main_process else None
+            grads[name.replace("_checkpoint_wrapped_module.", "")] = (
+                whole.cpu() if actor.accelerator.is_main_process else None
+            )
         step()
 
     actor.optimizer.step = keep_gradients
@@ -123,7 +164,14 @@ def gradients(actor, batch: list, args) -> dict:
         (Path(args.checkpoint) / "checkpoints").mkdir(parents=True, exist_ok=True)
         save(CheckpointConfig(), Path(args.checkpoint), 1, actor, {})
     shard = tuple(next(actor.model.parameters()).to_local().shape)
-    return {"grads": grads, "metrics": metrics, "logprobs": torch.cat([t.old_logprobs for t in batch]), "update_s": seconds, "shard": shard, "optimizer": optimizer_bits(actor)}
+    return {
+        "grads": grads,
+        "metrics": metrics,
+        "logprobs": torch.cat([t.old_logprobs for t in batch]),
+        "update_s": seconds,
+        "shard": shard,
+        "optimizer": optimizer_bits(actor),
+    }
 
 
 def reference(actor, batch: list, args) -> dict:
@@ -134,7 +182,9 @@ def reference(actor, batch: list, args) -> dict:
     allocated = torch.cuda.memory_allocated if torch.cuda.is_available() else lambda: 0
     result = {"actor": torch.cat(actor.score(batch))}
     for offload in (False, True):
-        model = Reference(RefConfig(param_offload=offload), actor.cfg, actor.accelerator, actor.model.config.vocab_size, 1.0)
+        model = Reference(
+            RefConfig(param_offload=offload), actor.cfg, actor.accelerator, actor.model.config.vocab_size, 1.0
+        )
         before, start = allocated(), time.time()
         scores = torch.cat(model.score(batch))
         figures = {"scores": scores, "seconds": time.time() - start, "left_on_gpu": allocated() - before}
@@ -154,7 +204,11 @@ def optimizer_bits(actor) -> dict[str, int]:
     from sync_weights import bit_sum
 
     states, names = actor.optimizer.optimizer.state, dict(actor.model.named_parameters())
-    return {f"{name}/{key}": int(bit_sum(states[p][key].full_tensor())) for name, p in names.items() for key in ("exp_avg", "exp_avg_sq")}
+    return {
+        f"{name}/{key}": int(bit_sum(states[p][key].full_tensor()))
+        for name, p in names.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
 
 
 def links(accelerator) -> dict:
@@ -213,11 +267,24 @@ def check_gradients(setup):
     for dtype, allowed in (("float32", 1e-5), ("bfloat16", 1e-2)):
         one = work(1, "gradients", setup.out, setup.model, "--dtype", dtype)
         for ranks, size, *dynamic in [(2, -1), (2, 1), (2, -1, "--dynamic"), *([(4, 2)] if setup.small else [])]:
-            many = work(ranks, "gradients", setup.out, setup.model, "--dtype", dtype, "--fsdp-size", str(size), *dynamic)
+            many = work(
+                ranks, "gradients", setup.out, setup.model, "--dtype", dtype, "--fsdp-size", str(size), *dynamic
+            )
             figures = gradient_difference(one, many)
-            allowed_here = allowed * (3 if dynamic and dtype == "bfloat16" else 1)  # other shapes of micro-batches round otherwise
-            passed = figures["gradient"] < allowed_here and figures["grad_norm"] < allowed and figures["same_weights"] and len(set(many["forwards"])) == 1
-            yield f"gradients {dtype} {ranks} ranks fsdp_size={size}{' by tokens' if dynamic else ''}", figures | {"allowed": allowed_here}, passed
+            allowed_here = allowed * (
+                3 if dynamic and dtype == "bfloat16" else 1
+            )  # other shapes of micro-batches round otherwise
+            passed = (
+                figures["gradient"] < allowed_here
+                and figures["grad_norm"] < allowed
+                and figures["same_weights"]
+                and len(set(many["forwards"])) == 1
+            )
+            yield (
+                f"gradients {dtype} {ranks} ranks fsdp_size={size}{' by tokens' if dynamic else ''}",
+                figures | {"allowed": allowed_here},
+                passed,
+            )
 
 
 def gradient_difference(one: dict, many: dict) -> dict:
@@ -226,10 +293,17 @@ def gradient_difference(one: dict, many: dict) -> dict:
     norm = sum(float(a.square().sum()) for a, _ in pairs) ** 0.5
     gap = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
     return {
-        "gradient": gap / norm, "norm": norm, "grad_norm": abs(many["metrics"]["actor/grad_norm"] / norm - 1), "logprobs_max": float((one["logprobs"] - many["logprobs"]).abs().max()),
-        "forwards": many["forwards"], "tokens": many["tokens"], "token_imbalance": many["metrics"]["perf/token_imbalance"], "same_weights": many["same_weights"],
-        "shard": many["shard"], "update_s": [one["update_s"], many["update_s"]],
-    }  # fmt: skip
+        "gradient": gap / norm,
+        "norm": norm,
+        "grad_norm": abs(many["metrics"]["actor/grad_norm"] / norm - 1),
+        "logprobs_max": float((one["logprobs"] - many["logprobs"]).abs().max()),
+        "forwards": many["forwards"],
+        "tokens": many["tokens"],
+        "token_imbalance": many["metrics"]["perf/token_imbalance"],
+        "same_weights": many["same_weights"],
+        "shard": many["shard"],
+        "update_s": [one["update_s"], many["update_s"]],
+    }
 
 
 def check_reference(setup):
@@ -237,11 +311,20 @@ def check_reference(setup):
     for ranks in (1, 2):
         r = work(ranks, "reference", setup.out, setup.model, "--dtype", "bfloat16")
         resident, offloaded = r["resident"], r["offloaded"]
-        gap, to_actor = float((resident["scores"] - offloaded["scores"]).abs().max()), float((resident["scores"] - r["actor"]).abs().max())
+        gap, to_actor = (
+            float((resident["scores"] - offloaded["scores"]).abs().max()),
+            float((resident["scores"] - r["actor"]).abs().max()),
+        )
         figures = {"offload_vs_resident_max": gap, "reference_vs_actor_max": to_actor} | {
-            f"{kind}_{key}": r[kind][key] for kind in ("resident", "offloaded") for key in ("seconds", "weights_on_gpu", "left_on_gpu")
+            f"{kind}_{key}": r[kind][key]
+            for kind in ("resident", "offloaded")
+            for key in ("seconds", "weights_on_gpu", "left_on_gpu")
         }
-        yield f"reference {ranks} ranks", figures, gap < 1e-3 and to_actor < 1e-3 and offloaded["weights_on_gpu"] == 0 and len(set(r["forwards"])) == 1
+        yield (
+            f"reference {ranks} ranks",
+            figures,
+            gap < 1e-3 and to_actor < 1e-3 and offloaded["weights_on_gpu"] == 0 and len(set(r["forwards"])) == 1,
+        )
 
 
 def check_links(setup):
@@ -264,32 +347,57 @@ def check_tensor(setup):
     """One vLLM over 2 ranks: the same keys, rows and prompts as one over 1, and log-probs that the actor agrees with at every sync."""
     shape = "tiny" if setup.small else "qwen3-0.6b"  # whose key-value heads can be split in two
     flags = [*setup.dummy(shape), "--checkpoint.save-freq", "0", "--sync.verify-every", "1"]
-    runs = [setup.run(f"tensor-{n}", n, 2, more=[*flags, "--rollout.tensor-model-parallel-size", str(n)]) for n in (1, 2)]
+    runs = [
+        setup.run(f"tensor-{n}", n, 2, more=[*flags, "--rollout.tensor-model-parallel-size", str(n)]) for n in (1, 2)
+    ]
     for step in (0, 1):
         one, two = (read_dump(run, step) for run in runs)
         same = [(r["key"], r["row"], r["prompt"]) for r in one] == [(r["key"], r["row"], r["prompt"]) for r in two]
         equal = sum(a["response"] == b["response"] for a, b in zip(one, two)) / len(one)
-        gaps = [json.loads((run / "metrics.jsonl").read_text().splitlines()[step])["sync/probe_diff_max"] for run in runs]
-        yield f"tensor parallel step {step}", {"trajectories": len(one), "same_responses": equal, "probe_diff_max": gaps}, same and len(one) > 0
+        gaps = [
+            json.loads((run / "metrics.jsonl").read_text().splitlines()[step])["sync/probe_diff_max"] for run in runs
+        ]
+        yield (
+            f"tensor parallel step {step}",
+            {"trajectories": len(one), "same_responses": equal, "probe_diff_max": gaps},
+            same and len(one) > 0,
+        )
 
 
 def check_resume(setup):
     """A checkpoint of 2 ranks gives 1 rank the same bits as 2, and the run goes on; and the reverse."""
     for before, after in ((2, 1), (1, 2)):
         run_dir = setup.run(f"rollouts-{before}", before, 2)
-        there, here = (work(n, "state", setup.out, setup.model, "--checkpoint", str(run_dir / "checkpoints" / "step-000002")) for n in (before, after))
+        there, here = (
+            work(n, "state", setup.out, setup.model, "--checkpoint", str(run_dir / "checkpoints" / "step-000002"))
+            for n in (before, after)
+        )
         same = there["bits"] == here["bits"] and there["optimizer"] == here["optimizer"] and here["same_weights"]
         resumed = setup.run(f"rollouts-{before}", after, 3, again=True)
         steps = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
         went_on = [m["step"] for m in steps] == [0, 1, 2, 3] and steps[2]["rollout/weight_version"] == 2
-        yield f"saved by {before} ranks, resumed by {after}", {"tensors": len(there["bits"]) + len(there["optimizer"]), "same_bits": same, "reward": [m.get("reward/mean") for m in steps]}, same and went_on
+        yield (
+            f"saved by {before} ranks, resumed by {after}",
+            {
+                "tensors": len(there["bits"]) + len(there["optimizer"]),
+                "same_bits": same,
+                "reward": [m.get("reward/mean") for m in steps],
+            },
+            same and went_on,
+        )
 
 
 def check_copies(setup):
     """HSDP: what 2 ranks save that each hold a whole copy, 1 rank reads back bit by bit."""
     saved = work(2, "gradients", setup.out, setup.model, "--fsdp-size", "1", "--checkpoint", str(setup.out / "copies"))
-    read = work(1, "state", setup.out, setup.model, "--checkpoint", str(setup.out / "copies" / "checkpoints" / "step-000001"))
-    yield "saved by 2 copies, read by 1 rank", {"tensors": len(read["bits"])}, saved["same_weights"] and all(saved[key] == read[key] for key in ("bits", "optimizer"))
+    read = work(
+        1, "state", setup.out, setup.model, "--checkpoint", str(setup.out / "copies" / "checkpoints" / "step-000001")
+    )
+    yield (
+        "saved by 2 copies, read by 1 rank",
+        {"tensors": len(read["bits"])},
+        saved["same_weights"] and all(saved[key] == read[key] for key in ("bits", "optimizer")),
+    )
 
 
 def check_kills(setup):
@@ -300,8 +408,20 @@ def check_kills(setup):
         folder = setup.out / f"kill-{phase}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        flags = setup.flags(f"kill-{phase}-run", 1000) + (["--actor.ppo-epochs", "50"] if phase == "update_actor" else setup.long_answers)
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", __file__, "trainer", str(folder), *flags]
+        flags = setup.flags(f"kill-{phase}-run", 1000) + (
+            ["--actor.ppo-epochs", "50"] if phase == "update_actor" else setup.long_answers
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--num_processes",
+            "2",
+            __file__,
+            "trainer",
+            str(folder),
+            *flags,
+        ]
         with open(setup.out / f"kill-{phase}.log", "w") as file:
             launcher = psutil.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT)
         try:
@@ -314,7 +434,12 @@ def check_kills(setup):
         finally:
             for p in [*launcher.children(recursive=True), launcher] if launcher.is_running() else []:
                 p.kill()
-        figures = {"seconds": seconds, "left": len(alive), "exit_code": launcher.wait(), "phase_of_ranks": [read_state(folder / str(r)) for r in (0, 1)]}
+        figures = {
+            "seconds": seconds,
+            "left": len(alive),
+            "exit_code": launcher.wait(),
+            "phase_of_ranks": [read_state(folder / str(r)) for r in (0, 1)],
+        }
         in_phase = all(s["phase"] == phase and s["times"] == 2 for s in figures["phase_of_ranks"])
         yield f"kill -9 during {phase}", figures, seconds < 15 and not alive and figures["exit_code"] != 0 and in_phase
 
@@ -339,7 +464,16 @@ def read_dump(run_dir: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "rollouts" / f"{step:06d}.jsonl").read_text().splitlines()]
 
 
-CHECKS = {"links": check_links, "gradients": check_gradients, "reference": check_reference, "rollouts": check_rollouts, "tensor": check_tensor, "resume": check_resume, "copies": check_copies, "kills": check_kills}
+CHECKS = {
+    "links": check_links,
+    "gradients": check_gradients,
+    "reference": check_reference,
+    "rollouts": check_rollouts,
+    "tensor": check_tensor,
+    "resume": check_resume,
+    "copies": check_copies,
+    "kills": check_kills,
+}
 
 
 class Setup:
@@ -354,20 +488,62 @@ class Setup:
         self.dummy = lambda shape: bench.dummy_flags(shape, *prompts, str(self.out))
         self.model_flags = self.dummy("tiny" if args.small else args.dummy)
         self.model = Path(self.model_flags[1])
-        self.sizes = ["--data.max-prompt-length", "16", "--data.max-response-length", str(answer), "--actor.ppo-max-token-len-per-gpu", "4096"]
-        self.sizes += ["--rollout.kv-cache-memory-bytes", str(2**25 if args.small else 2**31), "--rollout.gpu-memory-utilization", "0.3", "--rollout.enforce-eager"]
+        self.sizes = [
+            "--data.max-prompt-length",
+            "16",
+            "--data.max-response-length",
+            str(answer),
+            "--actor.ppo-max-token-len-per-gpu",
+            "4096",
+        ]
+        self.sizes += [
+            "--rollout.kv-cache-memory-bytes",
+            str(2**25 if args.small else 2**31),
+            "--rollout.gpu-memory-utilization",
+            "0.3",
+            "--rollout.enforce-eager",
+        ]
         self.long_answers = ["--data.max-response-length", "480" if args.small else "2000", "--rollout.ignore-eos"]
 
     def flags(self, name: str, steps: int) -> list[str]:
-        return [*self.model_flags, *self.sizes, "--data.train-batch-size", "8", "--actor.ppo-mini-batch-size", "8", "--actor.lr", "1e-4", "--rollout.n", "4",
-                "--trainer.total-training-steps", str(steps), "--checkpoint.save-freq", "2", "--checkpoint.no-export-hf", "--actor.dtype", "float32" if self.small else "bfloat16",
-                "--log.default-local-dir", str(self.out), "--log.experiment-name", name]  # fmt: skip
+        return [
+            *self.model_flags,
+            *self.sizes,
+            "--data.train-batch-size",
+            "8",
+            "--actor.ppo-mini-batch-size",
+            "8",
+            "--actor.lr",
+            "1e-4",
+            "--rollout.n",
+            "4",
+            "--trainer.total-training-steps",
+            str(steps),
+            "--checkpoint.save-freq",
+            "2",
+            "--checkpoint.no-export-hf",
+            "--actor.dtype",
+            "float32" if self.small else "bfloat16",
+            "--log.default-local-dir",
+            str(self.out),
+            "--log.experiment-name",
+            name,
+        ]
 
     def run(self, name: str, processes: int, steps: int, again: bool = False, more: list[str] = ()) -> Path:
         """The folder of a finished run; one that is there is not done again."""
         run_dir = self.out / name
         if again or not run_dir.exists():
-            command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), str(ROOT / "train.py"), *self.flags(name, steps), *more]
+            command = [
+                sys.executable,
+                "-m",
+                "accelerate.commands.launch",
+                "--num_processes",
+                str(processes),
+                str(ROOT / "train.py"),
+                *self.flags(name, steps),
+                *more,
+            ]
             call(command, self.out / f"{name}-{steps}.log", None if processes > 1 else "0")
         return run_dir
 

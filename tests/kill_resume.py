@@ -4,6 +4,7 @@ Eight steps of the tiny model with whatever a resumed run could get wrong: shuff
 a step, KL in loss and (steered) in reward, validations, dumps. Every number of metrics.jsonl but the times, every file of rollouts and hf, and
 weights, optimizer and random states of the last checkpoint must be the same bits; no step missing or twice. A chain of kills shares one folder.
 """
+
 import argparse
 import functools
 import importlib
@@ -32,10 +33,27 @@ from manifest import newest
 
 STEPS = 8
 FLAGS = (
-    "--trainer.total-training-steps", str(STEPS), "--checkpoint.save-freq", "2", "--trainer.test-freq", "3", "--loss.use-kl-loss", "--ref.param-offload", "--loss.rollout-is", "token",
-    "--algorithm.use-kl-in-reward", "--algorithm.kl-ctrl-type", "adaptive", "--loss.entropy-coeff", "0.01", "--actor.shuffle", "--rollout.failed-groups", "refill",
-    "--rollout.max-failed-fraction", "1",
-)  # fmt: skip
+    "--trainer.total-training-steps",
+    str(STEPS),
+    "--checkpoint.save-freq",
+    "2",
+    "--trainer.test-freq",
+    "3",
+    "--loss.use-kl-loss",
+    "--ref.param-offload",
+    "--loss.rollout-is",
+    "token",
+    "--algorithm.use-kl-in-reward",
+    "--algorithm.kl-ctrl-type",
+    "adaptive",
+    "--loss.entropy-coeff",
+    "0.01",
+    "--actor.shuffle",
+    "--rollout.failed-groups",
+    "refill",
+    "--rollout.max-failed-fraction",
+    "1",
+)
 TIMES = ("timing_s/", "perf/")
 MOST_S, END_S = 240, 30  # a launch; the end of the other processes after one was killed
 
@@ -89,18 +107,55 @@ class Kill:
     point: str
     calls: range | tuple = (1,)  # one of these is drawn: the how-manieth call of the function, in that process
     rank: int = 0
-    alone: bool = False  # only this rank is killed, and the others have to end by themselves; else every process at once
+    alone: bool = (
+        False  # only this rank is killed, and the others have to end by themselves; else every process at once
+    )
 
 
 CHAINS = [  # (processes, kills): each starts from nothing, and in the end the run is finished and compared
     (1, [Kill("start-up, vLLM is there"), Kill("sessions run", range(80, 100)), Kill("resume: half of metrics.jsonl")]),
-    (2, [Kill("between two updates", range(5, 8, 2), rank=1, alone=True), Kill("resume: metrics.jsonl not replaced"), Kill("between the ranks' writes", range(1, 5), rank=1, alone=True)]),
-    (1, [Kill("between two updates", range(5, 8, 2)), Kill("resume: half of config.yaml"), Kill("manifest, no name yet", (1, 2))]),
-    (2, [Kill("inside a checkpoint's file", range(130, 200), rank=1), Kill("weights in vLLM", (2, 3), alone=True), Kill("half pruned")]),
-    (1, [Kill("inside a checkpoint's file", range(130, 200)), Kill("half a record", (2, 3)), Kill("half of hf's weights")]),
+    (
+        2,
+        [
+            Kill("between two updates", range(5, 8, 2), rank=1, alone=True),
+            Kill("resume: metrics.jsonl not replaced"),
+            Kill("between the ranks' writes", range(1, 5), rank=1, alone=True),
+        ],
+    ),
+    (
+        1,
+        [
+            Kill("between two updates", range(5, 8, 2)),
+            Kill("resume: half of config.yaml"),
+            Kill("manifest, no name yet", (1, 2)),
+        ],
+    ),
+    (
+        2,
+        [
+            Kill("inside a checkpoint's file", range(130, 200), rank=1),
+            Kill("weights in vLLM", (2, 3), alone=True),
+            Kill("half pruned"),
+        ],
+    ),
+    (
+        1,
+        [
+            Kill("inside a checkpoint's file", range(130, 200)),
+            Kill("half a record", (2, 3)),
+            Kill("half of hf's weights"),
+        ],
+    ),
     (2, [Kill("any moment", range(1, 5)), Kill("any moment", range(5, 9))]),
     (1, [Kill("renamed, no latest", (2,)), Kill("validation sampled"), Kill("best not named yet")]),
-    (2, [Kill("saved, nothing pruned", (1, 2)), Kill("record, no checkpoint", (2, 4), alone=True), Kill("half a dump", range(10, 30))]),
+    (
+        2,
+        [
+            Kill("saved, nothing pruned", (1, 2)),
+            Kill("record, no checkpoint", (2, 4), alone=True),
+            Kill("half a dump", range(10, 30)),
+        ],
+    ),
     (1, [Kill("any moment", range(1, 5)), Kill("any moment", range(5, 9))]),
 ]
 
@@ -125,7 +180,9 @@ def arm() -> None:
         if when == "after":
             whole(*args, **kwargs)
         elif when == "half":
-            {"write_text": half_text, "to_json": half_record, "rmtree": half_tree, "write_weights": half_weights}[name](whole, *args)
+            {"write_text": half_text, "to_json": half_record, "rmtree": half_tree, "write_weights": half_weights}[name](
+                whole, *args
+            )
         elif name == "write_data":
             time.sleep(0.5)  # the other rank's are written meanwhile
         die()
@@ -182,7 +239,9 @@ def make_tiny(folder: Path) -> Path:
 
     write_model(folder / "model")
     for split, numbers in (("train", range(10, 42)), ("val", range(42, 50))):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(make_row(n, n + 3, split, i)) + "\n" for i, n in enumerate(numbers)))
+        (folder / f"{split}.jsonl").write_text(
+            "".join(json.dumps(make_row(n, n + 3, split, i)) + "\n" for i, n in enumerate(numbers))
+        )
     (folder / "digits.py").write_text(DIGITS)
     return folder
 
@@ -195,12 +254,23 @@ class Run:
         folder.mkdir()
         (tiny / "agent.py").write_text(AGENT)  # the same path in every folder: tracebacks are compared, too
         (folder / "start.py").write_text(SCRIPT.format(tests=str(TESTS), root=str(ROOT)))
-        args = flags(tiny, *FLAGS, "--agent.custom-path", f"{tiny / 'agent.py'}:fails_sometimes", "--log.default-local-dir", str(folder))
+        args = flags(
+            tiny,
+            *FLAGS,
+            "--agent.custom-path",
+            f"{tiny / 'agent.py'}:fails_sometimes",
+            "--log.default-local-dir",
+            str(folder),
+        )
         self.command = launch_command(args, processes, folder / "start.py")
 
     def start(self, kill: Kill | None = None, call: int = 0) -> str:
         """Start it; returns its console once all of its processes are gone. AssertionError when they don't go, or do so with the wrong exit code."""
-        env = {} if kill is None or POINTS[kill.point] is None else {"KILL": kill.point, "KILL_ON": str(kill.rank), "KILL_CALL": str(call), "KILL_ALONE": str(kill.alone)}
+        env = (
+            {}
+            if kill is None or POINTS[kill.point] is None
+            else {"KILL": kill.point, "KILL_ON": str(kill.rank), "KILL_CALL": str(call), "KILL_ALONE": str(kill.alone)}
+        )
         (self.folder / "killed").unlink(missing_ok=True)
         with open(self.folder / "console", "w") as console:
             environment = launch_environment(KILL_RUN=str(self.run_dir), KILL_FROM=str(os.getpid()), **env)
@@ -210,7 +280,9 @@ class Run:
         code = process.wait(MOST_S)
         self.wait_until_gone()
         text = (self.folder / "console").read_text()
-        assert (code != 0) == (kill is not None) == (self.folder / "killed").exists(), f"exit code {code} of {kill}:\n{text[-3000:]}"
+        assert (code != 0) == (kill is not None) == (self.folder / "killed").exists(), (
+            f"exit code {code} of {kill}:\n{text[-3000:]}"
+        )
         return text
 
     def kill_after(self, process, records: int) -> None:
@@ -226,7 +298,11 @@ class Run:
 
     def wait_until_gone(self) -> None:
         deadline = time.time() + END_S
-        while left := [p for p in psutil.process_iter(["cmdline"]) if str(self.folder) in " ".join(p.info["cmdline"] or []) and p.pid != os.getpid()]:
+        while left := [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if str(self.folder) in " ".join(p.info["cmdline"] or []) and p.pid != os.getpid()
+        ]:
             assert time.time() < deadline, f"still there: {left}"
             time.sleep(0.05)
 
@@ -234,7 +310,11 @@ class Run:
         """Complete lines of metrics.jsonl, without the times."""
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines if line.endswith("\n")]
+        return [
+            {k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)}
+            for line in lines
+            if line.endswith("\n")
+        ]
 
     def lost(self, whole: "Run") -> list[str]:
         """What a kill took that no resume gives back: steps that a complete checkpoint has done, and that are not as they were in the whole run."""
@@ -248,12 +328,19 @@ class Run:
         steps, ours = [r["step"] for r in self.records()], {r["step"]: r for r in self.records()}
         found = [f"steps {steps} are in metrics.jsonl"] if steps != list(range(STEPS + 1)) else []
         pairs = [(ours[b["step"]], b) for b in whole.records() if b["step"] in ours]
-        found += [f"step {b['step']}: {k} {a.get(k)} instead of {b.get(k)}" for a, b in pairs for k in sorted({*a, *b}) if a.get(k) != b.get(k)]
+        found += [
+            f"step {b['step']}: {k} {a.get(k)} instead of {b.get(k)}"
+            for a, b in pairs
+            for k in sorted({*a, *b})
+            if a.get(k) != b.get(k)
+        ]
         for kind in ("rollouts", "hf"):
             a, b = ({path.name: path.read_bytes() for path in (run.run_dir / kind).iterdir()} for run in (self, whole))
             found += [f"{kind}/{name} is not the same" for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
         a, b = read_checkpoint(self.run_dir), read_checkpoint(whole.run_dir)
-        return found + [f"the checkpoint's {name} is not the same" for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
+        return found + [
+            f"the checkpoint's {name} is not the same" for name in sorted({*a, *b}) if a.get(name) != b.get(name)
+        ]
 
 
 def read_checkpoint(run_dir: Path) -> dict[str, bytes]:
@@ -263,8 +350,13 @@ def read_checkpoint(run_dir: Path) -> dict[str, bytes]:
 
     folder = newest(run_dir / "checkpoints")
     state = json.loads((folder / "state.json").read_text())
-    found = {f"state {name}": json.dumps(value).encode() for name, value in state.items() if name != "config"}  # which names the run's folder
-    found |= {"best": (run_dir / "checkpoints" / "best").read_bytes(), "latest": (run_dir / "checkpoints" / "latest").read_bytes()}
+    found = {
+        f"state {name}": json.dumps(value).encode() for name, value in state.items() if name != "config"
+    }  # which names the run's folder
+    found |= {
+        "best": (run_dir / "checkpoints" / "best").read_bytes(),
+        "latest": (run_dir / "checkpoints" / "latest").read_bytes(),
+    }
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         with tempfile.NamedTemporaryFile() as file:
             dcp_to_torch_save(folder / name, file.name)
@@ -291,16 +383,27 @@ def kill_chain(run: Run, whole: Run, kills: list[Kill], say=print) -> int:
         call = random.choice(kill.calls) if kill else 0
         console = run.start(kill, call)
         if rows:
-            began = re.search(r"resuming from .*(step-\d+)|is now in|a new run", console)  # None: killed before it said so
+            began = re.search(
+                r"resuming from .*(step-\d+)|is now in|a new run", console
+            )  # None: killed before it said so
             point, how, killed_at, lost = rows.pop()
             found = lost if kill else lost + run.differences(whole)
-            say(f"{point:<36}{run.processes:>5}  {how:<10}{killed_at:<24}{(began and began[1]) or ('from the start' if began else 'killed before'):<16}{len(found)}")
+            say(
+                f"{point:<36}{run.processes:>5}  {how:<10}{killed_at:<24}{(began and began[1]) or ('from the start' if began else 'killed before'):<16}{len(found)}"
+            )
             for line in found:
                 say(f"    {line}")
             total += len(found)
         if kill:
             done = len(run.records())
-            rows.append((kill.point, f"rank {kill.rank}" if kill.alone else "all", f"call {call}, {done} records" if POINTS[kill.point] else f"{done} records", run.lost(whole)))
+            rows.append(
+                (
+                    kill.point,
+                    f"rank {kill.rank}" if kill.alone else "all",
+                    f"call {call}, {done} records" if POINTS[kill.point] else f"{done} records",
+                    run.lost(whole),
+                )
+            )
     return total
 
 
@@ -310,7 +413,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     random.seed(args.seed)
-    chains = CHAINS + [(1 + i % 2, [Kill("any moment", range(1, 5)), Kill("any moment", range(5, 9))]) for i in range(args.kills)]
+    chains = CHAINS + [
+        (1 + i % 2, [Kill("any moment", range(1, 5)), Kill("any moment", range(5, 9))]) for i in range(args.kills)
+    ]
     differences, done, start = 0, 0, time.time()
     folder = Path(tempfile.mkdtemp())
     tiny = make_tiny(folder / "tiny")
@@ -321,7 +426,12 @@ def main() -> None:
             if processes not in whole:
                 whole[processes] = Run(tiny, folder / f"whole-{processes}", processes)
                 whole[processes].start()
-            differences += kill_chain(Run(tiny, folder / f"chain-{number}", processes), whole[processes], kills, functools.partial(print, flush=True))
+            differences += kill_chain(
+                Run(tiny, folder / f"chain-{number}", processes),
+                whole[processes],
+                kills,
+                functools.partial(print, flush=True),
+            )
             done += len(kills)
     print(f"{done} kills, {differences} differences ({time.time() - start:.0f} s)")
     if differences:

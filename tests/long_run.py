@@ -4,6 +4,7 @@
 Of the run and all its children: RSS, which counts pages that they share several times, and PSS, which counts them once but depends on
 other programs too. Fails when RSS grows by more than 2 % from step 50 to the end, or when files, threads, processes or zombies do at all.
 """
+
 import argparse
 import subprocess
 import sys
@@ -51,13 +52,34 @@ def watch(folder: Path, processes: int, steps: int) -> list[tuple[int, dict]]:
     tiny = make_tiny(folder / "tiny")
     (folder / "agent.py").write_text(AGENT)
     more = [
-        "--log.default-local-dir", str(folder), "--trainer.total-training-steps", str(steps + EVERY), "--actor.lr", "1e-4", "--checkpoint.save-freq", "25", "--trainer.test-freq", "20",
-        "--loss.use-kl-loss", "--algorithm.use-kl-in-reward", "--ref.param-offload", "--rollout.failed-groups", "refill", "--rollout.max-failed-fraction", "1", "--algorithm.max-num-gen-batches", "4",
-        "--agent.custom-path", f"{folder / 'agent.py'}:fails_sometimes",
-    ]  # fmt: skip
+        "--log.default-local-dir",
+        str(folder),
+        "--trainer.total-training-steps",
+        str(steps + EVERY),
+        "--actor.lr",
+        "1e-4",
+        "--checkpoint.save-freq",
+        "25",
+        "--trainer.test-freq",
+        "20",
+        "--loss.use-kl-loss",
+        "--algorithm.use-kl-in-reward",
+        "--ref.param-offload",
+        "--rollout.failed-groups",
+        "refill",
+        "--rollout.max-failed-fraction",
+        "1",
+        "--algorithm.max-num-gen-batches",
+        "4",
+        "--agent.custom-path",
+        f"{folder / 'agent.py'}:fails_sometimes",
+    ]
     command = launch_command(flags(tiny, *more), processes)
     samples, metrics = [], folder / "run" / "metrics.jsonl"
-    with open(folder / "console", "w") as console, subprocess.Popen(command, env=launch_environment(), stdout=console, stderr=subprocess.STDOUT) as run:
+    with (
+        open(folder / "console", "w") as console,
+        subprocess.Popen(command, env=launch_environment(), stdout=console, stderr=subprocess.STDOUT) as run,
+    ):
         while run.poll() is None:
             done = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             if done >= EVERY * (len(samples) + 1) and done <= steps:
@@ -79,7 +101,12 @@ def main() -> None:
         samples = watch(Path(folder), args.processes, args.steps)
     start, (_, end) = next(found for done, found in samples if done >= FROM), samples[-1]
     growth = {column: end[column] - start[column] for column in COLUMNS}
-    print(f"growth from step {FROM} to {samples[-1][0]}: " + ", ".join(f"{column} {change:+.0f} ({change / max(start[column], 1):+.1%})" for column, change in growth.items()))
+    print(
+        f"growth from step {FROM} to {samples[-1][0]}: "
+        + ", ".join(
+            f"{column} {change:+.0f} ({change / max(start[column], 1):+.1%})" for column, change in growth.items()
+        )
+    )
     if growth["RSS MiB"] > MOST * start["RSS MiB"] or any(growth[column] > 0 for column in COLUMNS[2:]):
         sys.exit("it grows")
 

@@ -1,4 +1,5 @@
 """What graders in the field accept and refuse: response, ground truth, score, reason; by rule. BOXED holds what stands in the box, for `math`."""
+
 import json
 
 GSM8K = [
@@ -503,11 +504,21 @@ COUNTDOWN = [
     ("<answer>24</answer>", PUZZLE, 0, "the target is no expression of the numbers"),
     ("<answer>3 * 8</answer>", PUZZLE, 0, "a number that was not given"),
     ("<answer>(3 + 5) * 3 * 3 / 3</answer>", PUZZLE, 0, "a number used too often"),
-    ("<answer>5 * 5 - 1</answer>", {"target": 24, "numbers": [5, 5, 1, 2]}, 0, "a number not used: TinyZero asks for all of them"),
+    (
+        "<answer>5 * 5 - 1</answer>",
+        {"target": 24, "numbers": [5, 5, 1, 2]},
+        0,
+        "a number not used: TinyZero asks for all of them",
+    ),
     ("<answer>8 / (3 - 8 / 3)</answer>", {"target": 24, "numbers": [8, 3, 8, 3]}, 1, "exact through thirds"),
     ("<answer>-3 + 30 - 3</answer>", {"target": 24, "numbers": [3, 3, 30]}, 1, "a leading minus"),
     ("<answer>3 / (5 - 5)</answer>", {"target": 24, "numbers": [3, 5, 5]}, 0, "a division by zero"),
-    ("<answer>55**36**7**19</answer>", {"target": 1, "numbers": [55, 36, 7, 19]}, 0, "a tower of powers: returns at once"),
+    (
+        "<answer>55**36**7**19</answer>",
+        {"target": 1, "numbers": [55, 36, 7, 19]},
+        0,
+        "a tower of powers: returns at once",
+    ),
     ("<answer>3 // 5 + 24</answer>", {"target": 24, "numbers": [3, 5, 24]}, 0, "an operator that is not asked for"),
     ("<answer>__import__('os').getpid()</answer>", PUZZLE, 0, "code"),
     ("<answer>True + 23</answer>", {"target": 24, "numbers": [1, 23]}, 0, "True is not 1"),

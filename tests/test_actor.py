@@ -1,4 +1,5 @@
 """The actor and the reference on real FSDP2 (one rank, gloo): what they compute is what a plain model computes."""
+
 import dataclasses
 import json
 import math
@@ -100,7 +101,9 @@ def test_one_gpu_gathers_its_weights_once_a_mini_batch(cfg, tokenizer, accelerat
     actor.start_step()
     actor.backward(sequences(tokenizer), LOSS)
     assert len(actor.plans[0][1][0]) == 3
-    assert {gathered.count(group) for group in gathered} == ({1} if gathers == 1 else {3, 6})  # the last layer and the root stay for their backward
+    assert {gathered.count(group) for group in gathered} == (
+        {1} if gathers == 1 else {3, 6}
+    )  # the last layer and the root stay for their backward
     norm = actor.gradient()[1]
     whole = dataclasses.replace(settings, ppo_max_token_len_per_gpu=1000)
     actor.cfg = whole
@@ -110,12 +113,24 @@ def test_one_gpu_gathers_its_weights_once_a_mini_batch(cfg, tokenizer, accelerat
     assert actor.gradient()[1] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("knobs, whole", [({}, True), ({"enable_gradient_checkpointing": True}, False), ({"reshard_after_forward": True}, False)])
-def test_a_small_model_on_one_gpu_is_one_group_with_the_same_gradient(cfg, tokenizer, accelerator, monkeypatch, knobs, whole):
+@pytest.mark.parametrize(
+    "knobs, whole",
+    [({}, True), ({"enable_gradient_checkpointing": True}, False), ({"reshard_after_forward": True}, False)],
+)
+def test_a_small_model_on_one_gpu_is_one_group_with_the_same_gradient(
+    cfg, tokenizer, accelerator, monkeypatch, knobs, whole
+):
     """Unless weights are to be freed between layers, or activations checkpointed: then each layer is one."""
     norms = []
-    for settings in (dataclasses.replace(cfg.actor, **{"enable_gradient_checkpointing": False} | knobs), dataclasses.replace(cfg.actor, enable_gradient_checkpointing=True)):
-        monkeypatch.setattr(accelerator.state, "fsdp_plugin", make_plugin(settings, activation_checkpointing=settings.enable_gradient_checkpointing))
+    for settings in (
+        dataclasses.replace(cfg.actor, **{"enable_gradient_checkpointing": False} | knobs),
+        dataclasses.replace(cfg.actor, enable_gradient_checkpointing=True),
+    ):
+        monkeypatch.setattr(
+            accelerator.state,
+            "fsdp_plugin",
+            make_plugin(settings, activation_checkpointing=settings.enable_gradient_checkpointing),
+        )
         actor = Actor(settings, accelerator, len(tokenizer), 1.0)
         if not norms:
             assert [type(layer).__name__.startswith("FSDP") for layer in actor.model.model.layers] == [not whole] * 2
@@ -189,7 +204,14 @@ def test_single_update_leaves_the_old_logprobs_that_scoring_would_have_given(tok
         torch.testing.assert_close(t.old_logprobs, logprobs, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("change", [{"ppo_max_token_len_per_gpu": 18}, {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1}, {"enable_gradient_checkpointing": False}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ppo_max_token_len_per_gpu": 18},
+        {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1},
+        {"enable_gradient_checkpointing": False},
+    ],
+)
 def test_update_does_not_depend_on_micro_batches(cfg, tokenizer, accelerator, actor, change):
     first = sequences(tokenizer)
     metrics = actor.update(first, LOSS, step=0, total_steps=10, seed=0)
@@ -207,7 +229,10 @@ def test_gradient_equals_a_plain_models(tiny, tokenizer, actor):
     plain = load_model(str(tiny / "model"), torch.float32, len(tokenizer), 1.0)
     batch = collate(trajectories)
     logprobs, _ = forward(plain, batch)
-    loss = -torch.where(batch.loss_mask, (logprobs - logprobs.detach()).exp() * batch.advantages, 0.0).sum() / batch.loss_mask.sum()
+    loss = (
+        -torch.where(batch.loss_mask, (logprobs - logprobs.detach()).exp() * batch.advantages, 0.0).sum()
+        / batch.loss_mask.sum()
+    )
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
     metrics = actor.update(trajectories, LOSS, step=0, total_steps=10, seed=0)
@@ -221,15 +246,32 @@ def one_process(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks, fsdp_size, shard", [(2, 1, 128), (4, 2, 64)])
-def test_copies_that_share_the_weights_in_parts_give_one_processs_gradient(tiny, tmp_path, one_process, ranks, fsdp_size, shard):
+def test_copies_that_share_the_weights_in_parts_give_one_processs_gradient(
+    tiny, tmp_path, one_process, ranks, fsdp_size, shard
+):
     """HSDP, up to a whole copy on each rank: gradients, their norm over all shards of one copy, the weights after the step, and a checkpoint of it."""
-    many = work(ranks, "gradients", tmp_path, tiny / "model", "--fsdp-size", str(fsdp_size), "--checkpoint", str(tmp_path / "run"))
+    many = work(
+        ranks,
+        "gradients",
+        tmp_path,
+        tiny / "model",
+        "--fsdp-size",
+        str(fsdp_size),
+        "--checkpoint",
+        str(tmp_path / "run"),
+    )
     difference = gradient_difference(one_process, many)
     assert many["shard"][0] == shard, "of the embedding's 128 rows"
-    assert difference["gradient"] < 1e-5 and difference["grad_norm"] < 1e-5 and difference["logprobs_max"] < 1e-5, difference
+    assert difference["gradient"] < 1e-5 and difference["grad_norm"] < 1e-5 and difference["logprobs_max"] < 1e-5, (
+        difference
+    )
     assert len(set(many["forwards"])) == 1 and many["same_weights"]
-    assert many["metrics"]["perf/token_imbalance"] == pytest.approx(max(many["tokens"]) * ranks / sum(many["tokens"]) - 1)
-    read = work(1, "state", tmp_path, tiny / "model", "--checkpoint", str(tmp_path / "run" / "checkpoints" / "step-000001"))
+    assert many["metrics"]["perf/token_imbalance"] == pytest.approx(
+        max(many["tokens"]) * ranks / sum(many["tokens"]) - 1
+    )
+    read = work(
+        1, "state", tmp_path, tiny / "model", "--checkpoint", str(tmp_path / "run" / "checkpoints" / "step-000001")
+    )
     assert read["bits"] == many["bits"] and read["optimizer"] == many["optimizer"]
 
 
@@ -249,7 +291,10 @@ def test_gradient_is_clipped_to_grad_clip(cfg, tokenizer, accelerator):
     actor = Actor(dataclasses.replace(cfg.actor, grad_clip=0.01), accelerator, len(tokenizer), 1.0)
     seen = []
     step = actor.optimizer.step
-    actor.optimizer.step = lambda: (seen.append(math.sqrt(sum(float(p.grad.to_local().square().sum()) for p in actor.model.parameters()))), step())
+    actor.optimizer.step = lambda: (
+        seen.append(math.sqrt(sum(float(p.grad.to_local().square().sum()) for p in actor.model.parameters()))),
+        step(),
+    )
     metrics = actor.update(sequences(tokenizer), LOSS, step=0, total_steps=10, seed=0)
     assert metrics["actor/grad_norm"] > 0.01
     assert seen == [pytest.approx(0.01, rel=1e-3)]
@@ -267,7 +312,12 @@ def test_gradient_that_is_not_finite_skips_the_step_and_is_counted(tokenizer, ac
 
 
 def test_learning_rate_is_that_of_the_step(cfg, tokenizer, accelerator):
-    actor = Actor(dataclasses.replace(cfg.actor, lr=0.5, lr_warmup_steps=2, lr_scheduler_type="cosine"), accelerator, len(tokenizer), 1.0)
+    actor = Actor(
+        dataclasses.replace(cfg.actor, lr=0.5, lr_warmup_steps=2, lr_scheduler_type="cosine"),
+        accelerator,
+        len(tokenizer),
+        1.0,
+    )
     before = weights_of(actor)
     assert actor.update(sequences(tokenizer), LOSS, step=0, total_steps=10, seed=0)["actor/lr"] == 0.0
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(actor).items())
@@ -280,7 +330,10 @@ def test_mini_batches_are_whole_groups_in_order_or_shuffled_by_the_seed(cfg, tok
     batches = [[t.uid for t in mini] for mini in actor.mini_batches(trajectories, "0/0")]
     assert batches == [["0", "0", "1", "1"], ["2", "2", "3", "3"]] * 2
     actor.cfg = dataclasses.replace(actor.cfg, shuffle=True)
-    orders = {seed: [t.uid for mini in actor.mini_batches(trajectories, seed) for t in mini] for seed in ("0/0", "0/1", "0/2", "0/3")}
+    orders = {
+        seed: [t.uid for mini in actor.mini_batches(trajectories, seed) for t in mini]
+        for seed in ("0/0", "0/1", "0/2", "0/3")
+    }
     assert len({tuple(order) for order in orders.values()}) > 1
     assert orders["0/0"] == [t.uid for mini in actor.mini_batches(trajectories, "0/0") for t in mini]
     assert all(sorted(order) == sorted("00112233" * 2) for order in orders.values())
@@ -288,7 +341,9 @@ def test_mini_batches_are_whole_groups_in_order_or_shuffled_by_the_seed(cfg, tok
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_reference_is_the_initial_actor_and_stays(cfg, tokenizer, accelerator, actor, offload):
-    reference = Reference(dataclasses.replace(cfg.ref, param_offload=offload), cfg.actor, accelerator, len(tokenizer), 1.0)
+    reference = Reference(
+        dataclasses.replace(cfg.ref, param_offload=offload), cfg.actor, accelerator, len(tokenizer), 1.0
+    )
     trajectories = sequences(tokenizer)
     initial = reference.score(trajectories)
     for ours, theirs in zip(initial, actor.score(trajectories)):
@@ -300,7 +355,11 @@ def test_reference_is_the_initial_actor_and_stays(cfg, tokenizer, accelerator, a
 
 def test_log_probs_of_micro_batches_come_back_to_their_trajectories(accelerator):
     """Whatever the order within a micro-batch; one that a rank computed for the others' sake counts nowhere."""
-    own = [([2, 0], torch.tensor([20.0, 21.0, 22.0, 0.0])), ([], torch.tensor([9.0])), ([1], torch.tensor([10.0, 11.0]))]
+    own = [
+        ([2, 0], torch.tensor([20.0, 21.0, 22.0, 0.0])),
+        ([], torch.tensor([9.0])),
+        ([1], torch.tensor([10.0, 11.0])),
+    ]
     assert [x.tolist() for x in share_logprobs(own, [1, 2, 3], "cpu")] == [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
 
 
@@ -353,7 +412,13 @@ print(counters["stats"]["unique_graphs"], len(counters["graph_break"]))
 def test_compiled_layers_and_head_compute_the_same_in_one_graph_for_all_shapes(tiny, tmp_path):
     """In a process of its own: vLLM's CPU build needs compilation off."""
     script = COMPILED.format(root=str(ROOT), tests=str(ROOT / "tests"), path=str(tiny / "model"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     graphs, breaks = map(int, done.stdout.split())
     assert graphs <= 4 and breaks == 0, "a layer, the head, and each for a single sequence"

@@ -36,7 +36,10 @@ def advantages_of(trajectories, estimator="grpo", **knobs):
 
 
 def group(scores, uid="a", lengths=None):
-    return [make_trajectory(score=s, uid=uid, session_id=i, response=(1,) * (lengths[i] if lengths else 3)) for i, s in enumerate(scores)]
+    return [
+        make_trajectory(score=s, uid=uid, session_id=i, response=(1,) * (lengths[i] if lengths else 3))
+        for i, s in enumerate(scores)
+    ]
 
 
 def value(t):
@@ -55,7 +58,10 @@ def values(trajectories):
 
 def golden_trajectories(uids):
     rows = enumerate(zip(GOLDEN["mask"], GOLDEN["score"], uids))
-    return [make_trajectory(prompt=i + 1, response=mask, score=score, uid=uid, session_id=i) for i, (mask, score, uid) in rows]
+    return [
+        make_trajectory(prompt=i + 1, response=mask, score=score, uid=uid, session_id=i)
+        for i, (mask, score, uid) in rows
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -72,7 +78,10 @@ def test_golden_through_the_estimator(case):
     estimator, grouping = case.split()
     uids = GOLDEN["groups"][grouping]
     places, num_groups = [], len(set(uids))
-    scores, mask = torch.full((num_groups, 3, 4), 7.0, dtype=torch.float64), torch.zeros(num_groups, 3, 4, dtype=torch.bool)
+    scores, mask = (
+        torch.full((num_groups, 3, 4), 7.0, dtype=torch.float64),
+        torch.zeros(num_groups, 3, 4, dtype=torch.bool),
+    )
     for i, uid in enumerate(uids):
         p = sorted(set(uids)).index(uid)
         g = uids[:i].count(uid)
@@ -97,13 +106,17 @@ def test_grpo_without_the_division_by_std():
 
 
 @pytest.mark.parametrize("estimator", WITH_BASELINE)
-@pytest.mark.parametrize("score, size", [(0.9, 15), (0.1 * 3, 7), (0.1, 10), (1 / 3, 5), (-0.7, 11), (0.0, 4), (1.0, 8)])
+@pytest.mark.parametrize(
+    "score, size", [(0.9, 15), (0.1 * 3, 7), (0.1, 10), (1 / 3, 5), (-0.7, 11), (0.0, 4), (1.0, 8)]
+)
 @pytest.mark.parametrize("norm", [True, False])
 def test_equal_scores_teach_exactly_nothing(estimator, score, size, norm):
     trajectories = group([score] * size) + group([1.0, 0.0], uid="b")
     metrics = advantages_of(trajectories, estimator, norm_adv_by_std_in_grpo=norm)
     assert all((t.advantages == 0).all() for t in trajectories[:size])
-    learning = trajectories[size : size + 1] if estimator == "grpo_passk" else trajectories[size:]  # grpo_passk: the best alone
+    learning = (
+        trajectories[size : size + 1] if estimator == "grpo_passk" else trajectories[size:]
+    )  # grpo_passk: the best alone
     assert all((t.advantages[t.loss_mask] != 0).all() for t in learning), "the other group lost its advantage"
     assert metrics["reward/frac_zero_std"] == 0.5
     assert metrics["reward/frac_zero_std_positive"] == (0.5 if score > 0 else 0)
@@ -123,11 +136,17 @@ def test_nan_scores_get_nothing_and_change_nothing(estimator):
     scores, lengths = [1.0, NAN, 0.0, 0.25, NAN], [3, 9, 2, 5, 1]
     with_nan = group(scores, lengths=lengths) + group([NAN, NAN], uid="b") + group([2.0, NAN, 1.0], uid="c")
     metrics = advantages_of(with_nan, estimator)
-    without = [make_trajectory(score=t.score, uid=t.uid, session_id=t.session_id, response=(1,) * t.response_length) for t in with_nan if t.score == t.score]
+    without = [
+        make_trajectory(score=t.score, uid=t.uid, session_id=t.session_id, response=(1,) * t.response_length)
+        for t in with_nan
+        if t.score == t.score
+    ]
     advantages_of(without, estimator)
     assert values([t for t in with_nan if t.score == t.score]) == pytest.approx(values(without), rel=1e-6)
     assert all((t.advantages == 0).all() for t in with_nan if t.score != t.score)
-    assert not any(t.loss_mask.any() for t in with_nan if t.score != t.score), "an unscorable trajectory is still in the loss"
+    assert not any(t.loss_mask.any() for t in with_nan if t.score != t.score), (
+        "an unscorable trajectory is still in the loss"
+    )
     assert all(math.isfinite(v) for v in metrics.values())
 
 
@@ -172,7 +191,10 @@ def test_the_last_output_stands_for_its_session(estimator):
     others = [make_trajectory(score=s, session_id=i, response=(1,) * i) for i, s in [(1, 0.0), (2, 0.5)]]
     advantages_of([first, last, *others, middle], estimator)
 
-    alone = [make_trajectory(score=t.score, session_id=t.session_id, response=t.response_mask[t.prompt_length :]) for t in (last, *others)]
+    alone = [
+        make_trajectory(score=t.score, session_id=t.session_id, response=t.response_mask[t.prompt_length :])
+        for t in (last, *others)
+    ]
     advantages_of(alone, estimator)
     assert values([last, *others]) == pytest.approx(values(alone))
     assert value(first) == value(middle) == value(last) != 0
@@ -200,7 +222,9 @@ def test_an_unscorable_output_of_a_scored_session_stays_out_of_the_loss(estimato
 def test_set_loss_mask_is_the_response_mask_of_what_has_a_score():
     scored, unscored, zero = make_trajectory(response=(1, 0, 1)), make_trajectory(score=NAN), make_trajectory(score=0.0)
     set_loss_mask([scored, unscored, zero])
-    assert scored.loss_mask.tolist() == [False, False, False, True, False, True] and scored.loss_mask.dtype == torch.bool
+    assert (
+        scored.loss_mask.tolist() == [False, False, False, True, False, True] and scored.loss_mask.dtype == torch.bool
+    )
     assert not unscored.loss_mask.any()
     assert zero.loss_mask.sum() == 3, "a score of 0 is a score"
 
@@ -227,17 +251,23 @@ def test_kl_in_the_reward(kind, kl):
     t = make_trajectory(response=(1, 0, 1), score=2.0, old=[-1.0, 50.0, -1.0], ref=[-0.5, NAN, -2.0])
     unscored = make_trajectory(score=NAN, session_id=1, old=[NAN] * 3, ref=[NAN] * 3)
     set_loss_mask([t, unscored])
-    metrics = set_token_level_rewards([t, unscored], AlgorithmConfig(use_kl_in_reward=True, kl_penalty=kind), kl_coef=0.1)
+    metrics = set_token_level_rewards(
+        [t, unscored], AlgorithmConfig(use_kl_in_reward=True, kl_penalty=kind), kl_coef=0.1
+    )
     assert t.token_level_rewards.tolist() == pytest.approx([0, 0, 0, -0.1 * kl[0], 0, 2.0 - 0.1 * kl[1]])
     assert unscored.token_level_rewards.tolist() == [0] * 6
-    assert metrics == pytest.approx({"reward/kl": sum(kl) / 2, "reward/kl_coef": 0.1}), "the mean over sequences of the masked token mean"
+    assert metrics == pytest.approx({"reward/kl": sum(kl) / 2, "reward/kl_coef": 0.1}), (
+        "the mean over sequences of the masked token mean"
+    )
 
 
 def test_kl_metric_is_a_mean_over_sequences_of_token_means():
     a = make_trajectory(response=(1,), old=[0.0], ref=[-3.0])
     b = make_trajectory(response=(1, 1, 1), session_id=1, old=[0.0] * 3, ref=[-1.0] * 3)
     set_loss_mask([a, b])
-    assert set_token_level_rewards([a, b], AlgorithmConfig(use_kl_in_reward=True), 0.1)["reward/kl"] == pytest.approx(2.0)  # a mean over tokens would be 1.5
+    assert set_token_level_rewards([a, b], AlgorithmConfig(use_kl_in_reward=True), 0.1)["reward/kl"] == pytest.approx(
+        2.0
+    )  # a mean over tokens would be 1.5
 
 
 def test_kl_in_the_reward_reaches_the_advantage():
@@ -253,15 +283,25 @@ def test_kl_in_the_reward_reaches_the_advantage():
 
 @pytest.mark.parametrize(
     "kl, expected",  # target 0.1, 1024 trajectories, horizon 10000
-    [(0.1, 0.02), (0.11, 0.02 * (1 + 0.1 * 0.1024)), (0.5, 0.02 * (1 + 0.2 * 0.1024)), (0.095, 0.02 * (1 - 0.05 * 0.1024)), (0.0, 0.02 * (1 - 0.2 * 0.1024))],
+    [
+        (0.1, 0.02),
+        (0.11, 0.02 * (1 + 0.1 * 0.1024)),
+        (0.5, 0.02 * (1 + 0.2 * 0.1024)),
+        (0.095, 0.02 * (1 - 0.05 * 0.1024)),
+        (0.0, 0.02 * (1 - 0.2 * 0.1024)),
+    ],
 )
 def test_adaptive_kl_coef(kl, expected):
-    assert update_kl_coef(0.02, kl, 1024, AlgorithmConfig(kl_ctrl_type="adaptive", target_kl=0.1, horizon=10_000)) == pytest.approx(expected, rel=1e-9)
+    assert update_kl_coef(
+        0.02, kl, 1024, AlgorithmConfig(kl_ctrl_type="adaptive", target_kl=0.1, horizon=10_000)
+    ) == pytest.approx(expected, rel=1e-9)
     assert update_kl_coef(0.02, kl, 1024, AlgorithmConfig()) == 0.02, "fixed must not move"
 
 
 def test_metrics():
-    trajectories = group([1, 0], lengths=[1, 3]) + group([1, 1], uid="b") + group([0, 0], uid="c") + group([-1, -1], uid="d")
+    trajectories = (
+        group([1, 0], lengths=[1, 3]) + group([1, 1], uid="b") + group([0, 0], uid="c") + group([-1, -1], uid="d")
+    )
     metrics = advantages_of(trajectories, "rloo")
     assert metrics == pytest.approx(
         {
@@ -292,13 +332,19 @@ def test_signs_and_sums_on_random_groups(estimator):
             members = [t for t in trajectories if t.uid == uid]
             best, worst = max(members, key=lambda t: t.score), min(members, key=lambda t: t.score)
             if estimator == "grpo_passk":
-                assert value(best) >= 0 and all(value(t) == 0 for t in members if t is not best), "only the best session may have an advantage"
+                assert value(best) >= 0 and all(value(t) == 0 for t in members if t is not best), (
+                    "only the best session may have an advantage"
+                )
             elif estimator != "reinforce_plus_plus_baseline":  # whitening moves the whole batch
                 a, weights = values(members), [t.response_length if estimator == "opo" else 1 for t in members]
-                assert sum(x * w for x, w in zip(a, weights)) == pytest.approx(0, abs=1e-5), "a baseline leaves a group's (opo: length-weighted) sum at 0"
+                assert sum(x * w for x, w in zip(a, weights)) == pytest.approx(0, abs=1e-5), (
+                    "a baseline leaves a group's (opo: length-weighted) sum at 0"
+                )
                 assert value(best) >= 0 >= value(worst)
             ranked = sorted(members, key=lambda t: t.score)
-            assert all(value(x) <= value(y) + 1e-6 for x, y in zip(ranked, ranked[1:])), "a better score must not have a smaller advantage"
+            assert all(value(x) <= value(y) + 1e-6 for x, y in zip(ranked, ranked[1:])), (
+                "a better score must not have a smaller advantage"
+            )
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
@@ -306,7 +352,11 @@ def test_whitened_advantages_have_mean_zero_and_unbiased_variance_one_over_the_b
     trajectories = group([1, 0, 0.5, NAN], lengths=[2, 5, 3, 9]) + group([0, 3], uid="b", lengths=[4, 1])
     advantages_of(trajectories, estimator)
     whole = torch.cat([t.advantages[t.loss_mask] for t in trajectories]).double()
-    assert len(whole) == 15 and float(whole.mean()) == pytest.approx(0, abs=1e-6) and float(whole.var()) == pytest.approx(1, abs=1e-6)
+    assert (
+        len(whole) == 15
+        and float(whole.mean()) == pytest.approx(0, abs=1e-6)
+        and float(whole.var()) == pytest.approx(1, abs=1e-6)
+    )
 
 
 # By hand
@@ -314,7 +364,10 @@ def test_whitened_advantages_have_mean_zero_and_unbiased_variance_one_over_the_b
 
 def test_reinforce_plus_plus_by_hand():
     """Returns 0.9 and 1 around an observation that neither earns nor discounts, and 0: mean 1.9 / 3, unbiased variance 0.91 / 3."""
-    good, bad = make_trajectory(response=(1, 0, 1), score=1.0), make_trajectory(prompt=1, response=(1,), score=0.0, session_id=1)
+    good, bad = (
+        make_trajectory(response=(1, 0, 1), score=1.0),
+        make_trajectory(prompt=1, response=(1,), score=0.0, session_id=1),
+    )
     advantages_of([good, bad], "reinforce_plus_plus", gamma=0.9)
     std = (0.91 / 3) ** 0.5
     assert good.advantages.tolist() == pytest.approx([0, 0, 0, (0.9 - 1.9 / 3) / std, 0, (1 - 1.9 / 3) / std], rel=1e-5)
@@ -325,7 +378,10 @@ def test_reinforce_plus_plus_does_not_look_at_observations():
     scores = torch.tensor([[[0.0, 7.0, 1.0], [0.0, NAN, NAN]]], dtype=torch.float64)
     mask = torch.tensor([[[True, False, True], [True, False, False]]])
     advantages = ESTIMATORS["reinforce_plus_plus"](scores, mask, AlgorithmConfig(gamma=0.9))
-    assert advantages[mask].tolist() == pytest.approx([0.484182, 0.665750, -1.149932], abs=1e-5) and (advantages[~mask] == 0).all()
+    assert (
+        advantages[mask].tolist() == pytest.approx([0.484182, 0.665750, -1.149932], abs=1e-5)
+        and (advantages[~mask] == 0).all()
+    )
 
 
 def test_reinforce_plus_plus_baseline_by_hand():
@@ -355,12 +411,27 @@ def test_grpo_passk_by_hand(scores, std, expected):
 
 def test_remax_by_hand():
     """Against the greedy session of the same prompt: sessions that are equally good still learn when it was worse."""
-    groups = [group([1.0, 0.25, NAN]), group([1.0, 1.0], uid="b"), group([1.0, 0.0], uid="c"), group([1.0, 0.0], uid="d")]
-    set_baselines(groups, [[make_trajectory(score=0.5, uid="a")], [make_trajectory(score=0.25, uid="b")], [make_trajectory(score=NAN, uid="c")], []])
+    groups = [
+        group([1.0, 0.25, NAN]),
+        group([1.0, 1.0], uid="b"),
+        group([1.0, 0.0], uid="c"),
+        group([1.0, 0.0], uid="d"),
+    ]
+    set_baselines(
+        groups,
+        [
+            [make_trajectory(score=0.5, uid="a")],
+            [make_trajectory(score=0.25, uid="b")],
+            [make_trajectory(score=NAN, uid="c")],
+            [],
+        ],
+    )
     trajectories = sum(groups, [])
     advantages_of(trajectories, "remax")
     assert values(trajectories) == pytest.approx([0.5, -0.25, 0, 0.75, 0.75, 0, 0, 0, 0])
-    assert not any(t.loss_mask.any() for t in trajectories[5:]), "a prompt whose greedy session failed or has no score has no advantage either"
+    assert not any(t.loss_mask.any() for t in trajectories[5:]), (
+        "a prompt whose greedy session failed or has no score has no advantage either"
+    )
     assert "greedy session of this prompt failed" in trajectories[-1].error
 
 
@@ -396,7 +467,10 @@ def test_a_wholly_rejected_session_leaves_its_groups_baseline(estimator, kind):
     cfg = AlgorithmConfig(adv_estimator=estimator)
 
     def make(scores):
-        ts = [make_trajectory(score=s, session_id=i, rollout=[-1.0] * 3, old=[-1.0 if s != 9 else -3.0] * 3) for i, s in enumerate(scores)]
+        ts = [
+            make_trajectory(score=s, session_id=i, rollout=[-1.0] * 3, old=[-1.0 if s != 9 else -3.0] * 3)
+            for i, s in enumerate(scores)
+        ]
         set_loss_mask(ts)
         rejected = reject_mismatched(ts, LossConfig(rollout_rs=kind))["correction/rejected_frac"]
         set_token_level_rewards(ts, cfg, 0.0)
@@ -420,8 +494,13 @@ def test_a_session_keeps_its_score_when_its_last_token_is_rejected():
 def test_overlong_responses_are_punished_by_hand():
     """Limit 10, buffer 4: nothing up to 6 tokens, then a quarter of the factor a token, and no more than the whole."""
     lengths = [1, 6, 7, 8, 10, 12]
-    trajectories = group([1.0] * 6, lengths=lengths) + [make_trajectory(prompt=9, response=(1, 1, 0, 0, 0, 1, 1, 1), score=1.0), make_trajectory(score=NAN, response=(1,) * 10)]
-    metrics = punish_overlong(trajectories, AlgorithmConfig(overlong_buffer_len=4, overlong_penalty_factor=0.5), max_response_length=10)
+    trajectories = group([1.0] * 6, lengths=lengths) + [
+        make_trajectory(prompt=9, response=(1, 1, 0, 0, 0, 1, 1, 1), score=1.0),
+        make_trajectory(score=NAN, response=(1,) * 10),
+    ]
+    metrics = punish_overlong(
+        trajectories, AlgorithmConfig(overlong_buffer_len=4, overlong_penalty_factor=0.5), max_response_length=10
+    )
     penalties = [0, 0, 0.125, 0.25, 0.5, 0.5, 0.25]  # the last counts the tool's answer too, not the prompt
     assert [1 - t.score for t in trajectories[:7]] == pytest.approx(penalties)
     assert math.isnan(trajectories[7].score)

@@ -1,4 +1,5 @@
 """The backward of packed attention in Triton's interpreter, against autograd of plain attention with an explicit mask."""
+
 import os
 import subprocess
 import sys
@@ -74,20 +75,55 @@ check([1] * 130 + [20, 3], [], [], 1, 1, 16, small)  # more sequences than are l
 
 def test_backward_gives_what_autograd_does():
     """In a process of its own: the interpreter is chosen before Triton is imported."""
-    done = subprocess.run([sys.executable, "-c", INTERPRETED.format(root=str(ROOT))], capture_output=True, text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED.format(root=str(ROOT))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
     "served, change",
     [
-        (True, {}), (True, {"heads": 1024, "kv_heads": 16}), (False, {"is_cuda": False}), (False, {"dtype": torch.float32}), (False, {"dtype": torch.float16}), (False, {"size": 64}), (False, {"size": 256}),
-        (False, {"heads": 130, "kv_heads": 2}), (False, {"capability": (10, 0)}), (False, {"capability": (8, 0)}), (False, {"tokens": 2**22}), (False, {"num_seqs": 2**16}),
+        (True, {}),
+        (True, {"heads": 1024, "kv_heads": 16}),
+        (False, {"is_cuda": False}),
+        (False, {"dtype": torch.float32}),
+        (False, {"dtype": torch.float16}),
+        (False, {"size": 64}),
+        (False, {"size": 256}),
+        (False, {"heads": 130, "kv_heads": 2}),
+        (False, {"capability": (10, 0)}),
+        (False, {"capability": (8, 0)}),
+        (False, {"tokens": 2**22}),
+        (False, {"num_seqs": 2**16}),
     ],
-)  # fmt: skip
+)
 def test_backward_serves_what_it_was_written_for(monkeypatch, served, change):
     """And leaves the rest to FlashAttention 2."""
-    given = SimpleNamespace(**({"is_cuda": True, "dtype": torch.bfloat16, "size": 128, "heads": 16, "kv_heads": 8, "capability": (9, 0), "tokens": 20000, "num_seqs": 40} | change))
+    given = SimpleNamespace(
+        **(
+            {
+                "is_cuda": True,
+                "dtype": torch.bfloat16,
+                "size": 128,
+                "heads": 16,
+                "kv_heads": 8,
+                "capability": (9, 0),
+                "tokens": 20000,
+                "num_seqs": 40,
+            }
+            | change
+        )
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given.capability)
-    q, k = (SimpleNamespace(is_cuda=given.is_cuda, dtype=given.dtype, device="cuda", size=(given.tokens, heads, given.size).__getitem__) for heads in (given.heads, given.kv_heads))
+    q, k = (
+        SimpleNamespace(
+            is_cuda=given.is_cuda, dtype=given.dtype, device="cuda", size=(given.tokens, heads, given.size).__getitem__
+        )
+        for heads in (given.heads, given.kv_heads)
+    )
     assert attention_kernels.serves(q, k, given.num_seqs) == served

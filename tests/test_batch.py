@@ -104,8 +104,12 @@ def test_pack_holds_its_promises_on_random_lengths():
     for lengths, num_ranks, max_tokens, max_rows in random_packings():
         case = f"pack({lengths}, {num_ranks}, {max_tokens}, {max_rows})"
         plan = pack(lengths, num_ranks, max_tokens, max_rows)
-        assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(len(lengths))), f"not every index exactly once: {case}"
-        assert len(plan) == num_ranks and len({len(rank) for rank in plan}) == 1, f"ranks run different numbers of forwards: {case}"
+        assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(len(lengths))), (
+            f"not every index exactly once: {case}"
+        )
+        assert len(plan) == num_ranks and len({len(rank) for rank in plan}) == 1, (
+            f"ranks run different numbers of forwards: {case}"
+        )
         assert len(plan[0]) >= 1, f"no forward at all: {case}"
         for micro_batch in (m for rank in plan for m in rank):
             if max_tokens is None:
@@ -118,7 +122,9 @@ def test_pack_uses_no_more_forwards_than_needed():
     assert [len(rank) for rank in pack([10] * 16, 2, 40)] == [2, 2]  # 4 x 10 fill a micro-batch exactly
     assert [len(rank) for rank in pack([10] * 16, 2, None, 4)] == [2, 2]
     assert [len(rank) for rank in pack([10] * 17, 2, None, 4)] == [3, 3]
-    assert [len(rank) for rank in pack([6, 6, 6], 1, 10)] == [3]  # 18 tokens would fit into two of 10, three of 6 do not
+    assert [len(rank) for rank in pack([6, 6, 6], 1, 10)] == [
+        3
+    ]  # 18 tokens would fit into two of 10, three of 6 do not
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -130,7 +136,9 @@ def test_pack_balances_ranks_in_every_round(num_ranks):
         plan = pack(lengths, num_ranks, 16384)
         tokens = [[sum(lengths[i] for i in micro_batch) for micro_batch in rank] for rank in plan]  # [rank][round]
         waited_for = sum(max(one_round) for one_round in zip(*tokens))
-        assert waited_for * num_ranks <= 1.01 * sum(lengths), f"seed {seed}: {1 - sum(lengths) / (waited_for * num_ranks):.1%} of the time is spent waiting"
+        assert waited_for * num_ranks <= 1.01 * sum(lengths), (
+            f"seed {seed}: {1 - sum(lengths) / (waited_for * num_ranks):.1%} of the time is spent waiting"
+        )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -140,9 +148,14 @@ def test_pack_gives_every_rank_as_many_tokens(num_ranks, num_seqs, max_tokens):
     """Within 5 % of the mean, for even and for long-tailed lengths, also where one long trajectory fills a micro-batch alone."""
     for seed in range(20):
         rng = random.Random(seed)
-        even, tailed = [rng.randint(64, 2048) for _ in range(num_seqs)], [min(2048, 64 + int(rng.expovariate(1 / 300))) for _ in range(num_seqs)]
+        even, tailed = (
+            [rng.randint(64, 2048) for _ in range(num_seqs)],
+            [min(2048, 64 + int(rng.expovariate(1 / 300))) for _ in range(num_seqs)],
+        )
         for lengths in (even, tailed):
-            tokens = [sum(lengths[i] for indices in rank for i in indices) for rank in pack(lengths, num_ranks, max_tokens)]
+            tokens = [
+                sum(lengths[i] for indices in rank for i in indices) for rank in pack(lengths, num_ranks, max_tokens)
+            ]
             assert max(tokens) * num_ranks <= 1.05 * sum(tokens), f"seed {seed}: {tokens}"
 
 
@@ -165,7 +178,9 @@ def test_pack_names_the_knob_when_a_trajectory_is_longer_than_the_budget(lengths
 
 
 def test_collate_puts_sequences_end_to_end():
-    a = make_trajectory(prompt=2, response=(1, 0, 1), rollout=[-0.1, 0, -0.3], old=[1, 2, 3], ref=[4, 5, 6], advantages=[7, 8, 9])
+    a = make_trajectory(
+        prompt=2, response=(1, 0, 1), rollout=[-0.1, 0, -0.3], old=[1, 2, 3], ref=[4, 5, 6], advantages=[7, 8, 9]
+    )
     b = make_trajectory(prompt=1, response=(1,), rollout=[-0.4], old=[10], ref=[11], advantages=[12])
     a.loss_mask, b.loss_mask = torch.tensor([0, 0, 1, 0, 0], dtype=torch.bool), torch.tensor([0, 1], dtype=torch.bool)
     batch = collate([a, b])
@@ -180,9 +195,19 @@ def test_collate_puts_sequences_end_to_end():
     assert batch.old_logprobs.tolist() == [0, 0, 1, 2, 3, 0, 10]
     assert batch.ref_logprobs.tolist() == [0, 0, 4, 5, 6, 0, 11]
     assert batch.advantages.tolist() == [0, 0, 7, 8, 9, 0, 12]
-    assert (batch.tokens.dtype, batch.position_ids.dtype, batch.seq_ids.dtype, batch.cu_seqlens.dtype) == (torch.int64, torch.int64, torch.int64, torch.int32)
+    assert (batch.tokens.dtype, batch.position_ids.dtype, batch.seq_ids.dtype, batch.cu_seqlens.dtype) == (
+        torch.int64,
+        torch.int64,
+        torch.int64,
+        torch.int32,
+    )
     assert {batch.response_mask.dtype, batch.loss_mask.dtype} == {torch.bool}
-    assert {batch.rollout_logprobs.dtype, batch.old_logprobs.dtype, batch.ref_logprobs.dtype, batch.advantages.dtype} == {torch.float32}
+    assert {
+        batch.rollout_logprobs.dtype,
+        batch.old_logprobs.dtype,
+        batch.ref_logprobs.dtype,
+        batch.advantages.dtype,
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "advantages"])
@@ -196,14 +221,20 @@ def test_collate_leaves_a_field_out_when_one_trajectory_lacks_it(name):
 
 def test_collate_without_a_loss_mask_takes_the_response_mask():
     batch = collate([make_trajectory(response=(1, 0, 1)), make_trajectory(response=(1,))])
-    assert batch.loss_mask.tolist() == batch.response_mask.tolist() == [False, False, False, True, False, True, False, False, False, True]
+    assert (
+        batch.loss_mask.tolist()
+        == batch.response_mask.tolist()
+        == [False, False, False, True, False, True, False, False, False, True]
+    )
 
 
 def test_collate_can_be_cut_apart_again():
     rng = random.Random(1)
     for _ in range(50):
         bits = [[rng.randint(0, 1) for _ in range(rng.randint(0, 9))] for _ in range(rng.randint(1, 6))]
-        trajectories = [make_trajectory(prompt=rng.randint(1, 5), response=b, advantages=[rng.random() for _ in b]) for b in bits]
+        trajectories = [
+            make_trajectory(prompt=rng.randint(1, 5), response=b, advantages=[rng.random() for _ in b]) for b in bits
+        ]
         batch = collate(trajectories)
         for s, t in enumerate(trajectories):
             start, end = batch.cu_seqlens[s], batch.cu_seqlens[s + 1]
@@ -212,4 +243,6 @@ def test_collate_can_be_cut_apart_again():
             assert set(batch.seq_ids[start:end].tolist()) == {s}
             assert batch.response_mask[start:end].int().tolist() == t.response_mask
             assert torch.equal(batch.advantages[start:end], t.advantages)
-        assert batch.cu_seqlens[-1] == len(batch.tokens) and batch.max_seqlen == max(len(t.tokens) for t in trajectories)
+        assert batch.cu_seqlens[-1] == len(batch.tokens) and batch.max_seqlen == max(
+            len(t.tokens) for t in trajectories
+        )

@@ -1,4 +1,5 @@
 """Which checkpoints are on disk, which one a run goes on from, and what comes out of it. (Whole runs that resume: tests/test_train.py.)"""
+
 import errno
 import json
 import os
@@ -33,7 +34,13 @@ def write(tmp_path, monkeypatch):
     fake = SimpleNamespace(save_state=save_weights, wait_for_everyone=lambda: None)
 
     def write(step, keep=9, run_dir=tmp_path, **state):
-        return save(CheckpointConfig(max_ckpt_to_keep=keep), run_dir, step, SimpleNamespace(accelerator=fake), {"place": step, **state})
+        return save(
+            CheckpointConfig(max_ckpt_to_keep=keep),
+            run_dir,
+            step,
+            SimpleNamespace(accelerator=fake),
+            {"place": step, **state},
+        )
 
     write.accelerator = fake
     return write
@@ -63,7 +70,10 @@ def test_run_that_went_back_keeps_what_it_just_saved_and_goes_on_from_there(tmp_
 def test_same_step_again_replaces_it(tmp_path, write):
     write(3, run="first")
     write(3, run="second")
-    assert names(tmp_path) == ["latest", "step-000003"] and read_state(find(CheckpointConfig(), tmp_path))["run"] == "second"
+    assert (
+        names(tmp_path) == ["latest", "step-000003"]
+        and read_state(find(CheckpointConfig(), tmp_path))["run"] == "second"
+    )
 
 
 def test_what_a_killed_save_left_goes(tmp_path, write):
@@ -92,9 +102,13 @@ def cut(folder):
 DAMAGES = {
     "__0_0.distcp has 699 bytes, 700 were written": cut,
     "random_states_0.pkl is gone": lambda folder: (folder / "random_states_0.pkl").unlink(),
-    "state.json has other bytes": lambda folder: (folder / "state.json").write_text((folder / "state.json").read_text().replace("2", "3")),
+    "state.json has other bytes": lambda folder: (folder / "state.json").write_text(
+        (folder / "state.json").read_text().replace("2", "3")
+    ),
     "its manifest can't be read": lambda folder: (folder / "manifest.json").unlink(),
-    "its manifest can't be read (JSON": lambda folder: (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:-5]),
+    "its manifest can't be read (JSON": lambda folder: (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text()[:-5]
+    ),
 }
 
 
@@ -115,7 +129,14 @@ def test_older_torn_checkpoint_is_not_worth_a_line(tmp_path, write, capsys):
     assert find(CheckpointConfig(), tmp_path).name == "step-000002" and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [lambda latest: latest.unlink(), lambda latest: latest.write_text("step-000009"), lambda latest: latest.write_text("")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda latest: latest.unlink(),
+        lambda latest: latest.write_text("step-000009"),
+        lambda latest: latest.write_text(""),
+    ],
+)
 def test_marker_is_not_needed(tmp_path, write, change):
     write(1)
     write(2)
@@ -152,7 +173,17 @@ class Killed(BaseException):
 @pytest.mark.parametrize("again", [False, True])
 def test_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, write, again):
     """Stop before each call that changes what is on disk, in turn; also where the step is saved for the second time."""
-    real = {(module, name): getattr(module, name) for module, name in [(os, "rename"), (os, "replace"), (os, "fsync"), (os, "mkdir"), (shutil, "rmtree"), (Path, "write_text")]}
+    real = {
+        (module, name): getattr(module, name)
+        for module, name in [
+            (os, "rename"),
+            (os, "replace"),
+            (os, "fsync"),
+            (os, "mkdir"),
+            (shutil, "rmtree"),
+            (Path, "write_text"),
+        ]
+    }
     write(1)
     if again:
         write(2)
@@ -209,10 +240,15 @@ def test_disk_that_stays_full_leaves_the_last_checkpoint(tmp_path, write, capsys
         full()
 
     write.accelerator.save_state = save_state
-    with pytest.raises(ValueError, match="step-000002 can't be saved .log.default_local_dir, .* GiB free.: OSError.*No space left.*the earlier checkpoints are as they were"):
+    with pytest.raises(
+        ValueError,
+        match="step-000002 can't be saved .log.default_local_dir, .* GiB free.: OSError.*No space left.*the earlier checkpoints are as they were",
+    ):
         write(2, keep=1)
     assert len(attempts) == 3 and names(tmp_path) == ["latest", "step-000001"], "what was written of it takes no room"
-    assert find(CheckpointConfig(), tmp_path).name == "step-000001" and capsys.readouterr().out.count("No space left") == 3
+    assert (
+        find(CheckpointConfig(), tmp_path).name == "step-000001" and capsys.readouterr().out.count("No space left") == 3
+    )
 
 
 @pytest.mark.parametrize("place", ["os.rename", "os.replace", "os.fsync", "shutil.rmtree"])
@@ -258,7 +294,12 @@ def test_best_is_named_and_never_pruned(tmp_path, write):
         write(step, keep=1)
         marked.append(mark_best(CheckpointConfig(), tmp_path, step, {"val/mean": value}))
     assert marked == [True, True, False, False, False]
-    assert json.loads((tmp_path / "checkpoints" / "best").read_text()) == {"step": 2, "metric": "val/mean", "value": 0.5, "folder": "step-000002"}
+    assert json.loads((tmp_path / "checkpoints" / "best").read_text()) == {
+        "step": 2,
+        "metric": "val/mean",
+        "value": 0.5,
+        "folder": "step-000002",
+    }
     assert names(tmp_path) == ["best", "latest", "step-000002", "step-000005"]
     assert not mark_best(CheckpointConfig(), tmp_path, 6, {"val/mean": 0.9}), "no checkpoint of that step"
     write(6, keep=1)
@@ -279,8 +320,15 @@ def test_best_of_a_future_that_the_run_left_or_of_another_metric_does_not_hold(t
 
 
 def test_best_metric_that_is_not_measured(tmp_path):
-    with pytest.raises(ValueError, match=r"checkpoint.best_metric=val/maen is not measured; known: val/a/mean@1, val/mean"):
-        mark_best(CheckpointConfig(best_metric="val/maen"), tmp_path, 1, {"val/mean": 1.0, "val/a/mean@1": 1.0, "reward/mean": 1.0})
+    with pytest.raises(
+        ValueError, match=r"checkpoint.best_metric=val/maen is not measured; known: val/a/mean@1, val/mean"
+    ):
+        mark_best(
+            CheckpointConfig(best_metric="val/maen"),
+            tmp_path,
+            1,
+            {"val/mean": 1.0, "val/a/mean@1": 1.0, "reward/mean": 1.0},
+        )
     with pytest.raises(ValueError, match="checkpoint.best_metric=reward/mean must be one of validation's"):
         CheckpointConfig(best_metric="reward/mean")
     assert mark_best(CheckpointConfig(best_metric=None), tmp_path, 1, {}) is False
@@ -292,10 +340,21 @@ def test_best_metric_that_is_not_measured(tmp_path):
 def settings(**changes):
     tree = {
         "data": {"train_files": ("a.jsonl",), "train_batch_size": 8, "shuffle": True, "val_files": ("v.jsonl",)},
-        "actor": {"path": "m", "lr": 1e-6, "lr_scheduler_type": "constant", "ppo_mini_batch_size": 8, "ppo_max_token_len_per_gpu": 64, "betas": (0.9, 0.999)},
-        "rollout": {"n": 4, "temperature": 1.0, "gpu_memory_utilization": 0.5, "session_timeout_s": 9.0}, "algorithm": {"adv_estimator": "grpo"}, "loss": {"clip_ratio": 0.2},
-        "trainer": {"seed": 0, "total_training_steps": 4, "total_epochs": 1, "test_freq": -1, "val_only": False}, "checkpoint": {"save_freq": 2}, "log": {"project_name": "x"},
-    }  # fmt: skip
+        "actor": {
+            "path": "m",
+            "lr": 1e-6,
+            "lr_scheduler_type": "constant",
+            "ppo_mini_batch_size": 8,
+            "ppo_max_token_len_per_gpu": 64,
+            "betas": (0.9, 0.999),
+        },
+        "rollout": {"n": 4, "temperature": 1.0, "gpu_memory_utilization": 0.5, "session_timeout_s": 9.0},
+        "algorithm": {"adv_estimator": "grpo"},
+        "loss": {"clip_ratio": 0.2},
+        "trainer": {"seed": 0, "total_training_steps": 4, "total_epochs": 1, "test_freq": -1, "val_only": False},
+        "checkpoint": {"save_freq": 2},
+        "log": {"project_name": "x"},
+    }
     for knob, value in changes.items():
         group, name = knob.split("__")
         tree[group][name] = value
@@ -306,8 +365,23 @@ def stored(tree):
     return json.loads(json.dumps(tree))
 
 
-@pytest.mark.parametrize("knob, value", [("data__train_batch_size", 4), ("data__train_files", ("b.jsonl",)), ("data__shuffle", False), ("actor__path", "n"), ("actor__lr", 2e-6), ("actor__betas", (0.9, 0.99)),
-                                         ("actor__ppo_mini_batch_size", 4), ("rollout__n", 8), ("rollout__temperature", 0.9), ("trainer__seed", 1), ("algorithm__adv_estimator", "rloo"), ("loss__clip_ratio", 0.3)])  # fmt: skip
+@pytest.mark.parametrize(
+    "knob, value",
+    [
+        ("data__train_batch_size", 4),
+        ("data__train_files", ("b.jsonl",)),
+        ("data__shuffle", False),
+        ("actor__path", "n"),
+        ("actor__lr", 2e-6),
+        ("actor__betas", (0.9, 0.99)),
+        ("actor__ppo_mini_batch_size", 4),
+        ("rollout__n", 8),
+        ("rollout__temperature", 0.9),
+        ("trainer__seed", 1),
+        ("algorithm__adv_estimator", "rloo"),
+        ("loss__clip_ratio", 0.3),
+    ],
+)
 def test_other_run_is_refused_and_allowed_when_asked(capsys, knob, value):
     old, new = settings(), settings(**{knob: value})
     line = f"{knob.replace('__', '.')}: {stored(old)[knob.split('__')[0]][knob.split('__')[1]]} -> {stored(new)[knob.split('__')[0]][knob.split('__')[1]]}"
@@ -318,8 +392,19 @@ def test_other_run_is_refused_and_allowed_when_asked(capsys, knob, value):
     assert line in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("knob, value", [("trainer__total_training_steps", 9), ("trainer__test_freq", 5), ("checkpoint__save_freq", 1), ("log__project_name", "y"), ("data__val_files", ()),
-                                         ("actor__ppo_max_token_len_per_gpu", 128), ("rollout__gpu_memory_utilization", 0.4), ("rollout__session_timeout_s", 1.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "knob, value",
+    [
+        ("trainer__total_training_steps", 9),
+        ("trainer__test_freq", 5),
+        ("checkpoint__save_freq", 1),
+        ("log__project_name", "y"),
+        ("data__val_files", ()),
+        ("actor__ppo_max_token_len_per_gpu", 128),
+        ("rollout__gpu_memory_utilization", 0.4),
+        ("rollout__session_timeout_s", 1.0),
+    ],
+)
 def test_harmless_changes_are_said_and_pass(capsys, knob, value):
     check_changes(CheckpointConfig(), {"config": stored(settings())}, settings(**{knob: value}))
     assert f"{knob.replace('__', '.')}: " in capsys.readouterr().out
@@ -333,7 +418,10 @@ def test_nothing_changed_says_nothing(capsys):
 
 
 def test_more_steps_are_another_run_when_the_learning_rate_goes_by_them():
-    old, new = settings(actor__lr_scheduler_type="cosine"), settings(actor__lr_scheduler_type="cosine", trainer__total_training_steps=8)
+    old, new = (
+        settings(actor__lr_scheduler_type="cosine"),
+        settings(actor__lr_scheduler_type="cosine", trainer__total_training_steps=8),
+    )
     assert changed_knobs(stored(old), new) == ([("trainer.total_training_steps", 4, 8)], [])
 
 
@@ -402,13 +490,32 @@ dist.destroy_process_group()
 def ranks(model, run_dir, todo, processes):
     script = run_dir.parent / "ranks.py"
     script.write_text(RANKS)
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", str(script), str(model), str(run_dir), todo]
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    } | {"PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        str(script),
+        str(model),
+        str(run_dir),
+        todo,
+    ]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 def export(*args):
-    return subprocess.run([sys.executable, str(ROOT / "checkpoint.py"), "export", *map(str, args)], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "checkpoint.py"), "export", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -440,7 +547,9 @@ def test_export_needs_no_original_and_loads(saved, tmp_path):
     assert export(saved, tmp_path / "exact", "--dtype", "float32").returncode == 0
     check_export(saved, tmp_path / "out", torch.bfloat16, tied=True)
     model = check_export(saved, tmp_path / "exact", torch.float32, tied=True)
-    done = subprocess.run([sys.executable, "-c", GENERATE, str(tmp_path / "exact")], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(tmp_path / "exact")], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     prompt = torch.tensor([[5, 6, 7]])
     for token in json.loads(done.stdout.splitlines()[-1]):
@@ -462,7 +571,9 @@ def check_export(run, folder, dtype, tied):
     assert model.dtype == dtype == model.config.dtype and model.config.architectures == ["Qwen3ForCausalLM"]
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     weights = dict(model.named_parameters())
-    assert weights.keys() == {name for name in expected if "/" not in name} and all(torch.equal(w, expected[name].to(dtype)) for name, w in weights.items())
+    assert weights.keys() == {name for name in expected if "/" not in name} and all(
+        torch.equal(w, expected[name].to(dtype)) for name, w in weights.items()
+    )
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings["temperature"] == 0.6 and GenerationConfig.from_pretrained(folder).eos_token_id == 3
     assert AutoTokenizer.from_pretrained(folder).chat_template
@@ -473,7 +584,10 @@ def test_disk_that_fills_up_on_two_ranks_stops_both_and_leaves_the_last_checkpoi
     done = ranks(tiny / "model", tmp_path / "run", "full", 2)
     assert done.returncode != 0 and done.stdout.count("step-000002 failed (attempt") == 3, done.stderr[-3000:]
     assert done.stderr.count("ValueError: ") == 2 and "the earlier checkpoints are as they were" in done.stderr
-    assert names(tmp_path / "run") == ["latest", "step-000001"] and find(CheckpointConfig(), tmp_path / "run").name == "step-000001"
+    assert (
+        names(tmp_path / "run") == ["latest", "step-000001"]
+        and find(CheckpointConfig(), tmp_path / "run").name == "step-000001"
+    )
 
 
 GENERATE = """
@@ -490,14 +604,21 @@ print(json.dumps(list(llm.generate([TokensPrompt(prompt_token_ids=[5, 6, 7])], S
 
 def test_export_of_what_is_not_there_is_one_line(tmp_path, write):
     folder = tmp_path / "checkpoints"
-    for step, says in [(None, "no checkpoint in"), ("3", "step-000003 is no complete checkpoint"), ("x", "--step x is neither"), ("best", "no best checkpoint")]:
+    for step, says in [
+        (None, "no checkpoint in"),
+        ("3", "step-000003 is no complete checkpoint"),
+        ("x", "--step x is neither"),
+        ("best", "no best checkpoint"),
+    ]:
         with pytest.raises(ValueError, match=says):
             choose(folder, step)
     write(1)
     with pytest.raises(ValueError, match="without the model's configuration"):
         choose(folder, None)
     cut(write(2))
-    with pytest.raises(ValueError, match="step-000002 is no complete checkpoint: pytorch_model_fsdp_0/__0_0.distcp has 699 bytes"):
+    with pytest.raises(
+        ValueError, match="step-000002 is no complete checkpoint: pytorch_model_fsdp_0/__0_0.distcp has 699 bytes"
+    ):
         choose(folder, "2")
     done = export(tmp_path, tmp_path / "out", "--step", "2")
     assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -50,7 +50,10 @@ def test_flags_alone_are_enough():
 
 def test_the_config_flag_may_stand_anywhere(tmp_path):
     (tmp_path / "x.yaml").write_text(COMPLETE + "rollout: {n: 4}\n")
-    for argv in (["--rollout.n", "6", "--config", str(tmp_path / "x.yaml")], [f"--config={tmp_path / 'x.yaml'}", "--rollout.n", "6"]):
+    for argv in (
+        ["--rollout.n", "6", "--config", str(tmp_path / "x.yaml")],
+        [f"--config={tmp_path / 'x.yaml'}", "--rollout.n", "6"],
+    ):
         assert load_config(argv).rollout.n == 6, "a flag overrides the file, wherever it stands"
 
 
@@ -62,7 +65,10 @@ def test_a_flag_may_be_written_as_the_knob_is(load, name):
 @pytest.mark.parametrize("text, value", [("1e-6", 1e-6), ("1.0e-6", 1e-6), ("0.00001", 1e-5), ("1", 1.0), ("0", 0.0)])
 def test_a_float_however_it_is_written(load, text, value):
     """PyYAML reads 1e-6 as text."""
-    for cfg in (load(f"actor:\n  path: m\n  lr: {text}\ndata: {{train_files: a}}\n", complete=False), load("", "--actor.lr", text)):
+    for cfg in (
+        load(f"actor:\n  path: m\n  lr: {text}\ndata: {{train_files: a}}\n", complete=False),
+        load("", "--actor.lr", text),
+    ):
         assert cfg.actor.lr == value and type(cfg.actor.lr) is float
 
 
@@ -74,14 +80,21 @@ def test_negative_numbers(load):
 
 @pytest.mark.parametrize(
     "before, flags, after",
-    [("true", [], True), ("false", [], False), ("true", ["--rollout.no-enforce-eager"], False), ("false", ["--rollout.enforce-eager"], True)],
+    [
+        ("true", [], True),
+        ("false", [], False),
+        ("true", ["--rollout.no-enforce-eager"], False),
+        ("false", ["--rollout.enforce-eager"], True),
+    ],
 )
 def test_bools(load, before, flags, after):
     assert load(f"rollout: {{enforce_eager: {before}}}\n", *flags).rollout.enforce_eager is after
 
 
 def test_none_and_back(load):
-    assert load("actor: {path: m, log_prob_max_token_len_per_gpu: 20000}\n").actor.log_prob_max_token_len_per_gpu == 20000
+    assert (
+        load("actor: {path: m, log_prob_max_token_len_per_gpu: 20000}\n").actor.log_prob_max_token_len_per_gpu == 20000
+    )
     assert load("actor: {path: m, log_prob_max_token_len_per_gpu: null}\n").actor.log_prob_max_token_len_per_gpu is None
     assert load("loss: {clip_ratio_high: 0.28}\n", "--loss.clip-ratio-high", "None").loss.clip_ratio_high is None
     assert load("ref: {path: null}\n").ref.path is None
@@ -90,7 +103,13 @@ def test_none_and_back(load):
 
 @pytest.mark.parametrize(
     "text, value",
-    [("a.jsonl", ("a.jsonl",)), ("[a.jsonl]", ("a.jsonl",)), ("[a, b.parquet]", ("a", "b.parquet")), ("[]", ()), ("[with blank.jsonl]", ("with blank.jsonl",))],
+    [
+        ("a.jsonl", ("a.jsonl",)),
+        ("[a.jsonl]", ("a.jsonl",)),
+        ("[a, b.parquet]", ("a", "b.parquet")),
+        ("[]", ()),
+        ("[with blank.jsonl]", ("with blank.jsonl",)),
+    ],
 )
 def test_tuples_take_a_list_or_one_value(load, text, value):
     assert load(f"data: {{train_files: x, val_files: {text}}}\n").data.val_files == value
@@ -147,12 +166,31 @@ def test_the_qwen3_example_is_verls_script():
     assert (data.train_batch_size, data.max_prompt_length, data.max_response_length) == (512, 1024, 1024)
     assert (data.filter_overlong_prompts, data.truncation) == (True, "error")
     assert (actor.path, actor.lr, actor.ppo_mini_batch_size, actor.ppo_epochs) == ("Qwen/Qwen3-4B", 1e-6, 256, 1)
-    assert (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.log_prob_max_token_len_per_gpu) == (True, 3000, 4096)
+    assert (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.log_prob_max_token_len_per_gpu) == (
+        True,
+        3000,
+        4096,
+    )
     assert actor.enable_gradient_checkpointing
-    assert (loss.loss_mode, loss.use_kl_loss, loss.kl_loss_coef, loss.kl_loss_type, loss.entropy_coeff) == ("vanilla", True, 0.001, "low_var_kl", 0.0)
-    assert (rollout.n, rollout.gpu_memory_utilization, rollout.free_cache_engine, rollout.enforce_eager) == (5, 0.6, True, False)
+    assert (loss.loss_mode, loss.use_kl_loss, loss.kl_loss_coef, loss.kl_loss_type, loss.entropy_coeff) == (
+        "vanilla",
+        True,
+        0.001,
+        "low_var_kl",
+        0.0,
+    )
+    assert (rollout.n, rollout.gpu_memory_utilization, rollout.free_cache_engine, rollout.enforce_eager) == (
+        5,
+        0.6,
+        True,
+        False,
+    )
     assert cfg.ref.param_offload and cfg.needs_reference
-    assert (algorithm.adv_estimator, algorithm.use_kl_in_reward, algorithm.norm_adv_by_std_in_grpo) == ("grpo", False, True)
+    assert (algorithm.adv_estimator, algorithm.use_kl_in_reward, algorithm.norm_adv_by_std_in_grpo) == (
+        "grpo",
+        False,
+        True,
+    )
     assert (cfg.trainer.total_epochs, cfg.trainer.test_freq, cfg.checkpoint.save_freq) == (15, 5, 20)
     assert cfg.old_logprobs_from == "actor", "two updates a step"
 
@@ -177,7 +215,10 @@ def test_where_old_logprobs_come_from(load, text, source):
 
 def test_the_reference_is_loaded_for_a_kl_only(load):
     assert not load().needs_reference
-    assert load("loss: {use_kl_loss: true}\n").needs_reference and load("algorithm: {use_kl_in_reward: true}\n").needs_reference
+    assert (
+        load("loss: {use_kl_loss: true}\n").needs_reference
+        and load("algorithm: {use_kl_in_reward: true}\n").needs_reference
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,17 +258,45 @@ MISTAKES = {  # yaml, flags, and what the message must contain: the knob, the va
     "null for a text": ("log: {experiment_name: null}\n", [], ["log.experiment_name", "str"]),
     "a number for a bool": ("rollout: {enforce_eager: 1}\n", [], ["rollout.enforce_eager=1", "true or false"]),
     "a text for a bool": ("rollout: {enforce_eager: maybe}\n", [], ["rollout.enforce_eager='maybe'", "true or false"]),
-    "B % M": ("data: {train_files: a, train_batch_size: 100}\n", [], ["data.train_batch_size=100", "actor.ppo_mini_batch_size=64"]),
-    "M above B": ("actor: {path: m, ppo_mini_batch_size: 128}\n", [], ["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"]),
-    "adv_estimator": ("", ["--algorithm.adv-estimator", "grppo"], ["algorithm.adv_estimator='grppo'", "did you mean grpo?", "rloo"]),
+    "B % M": (
+        "data: {train_files: a, train_batch_size: 100}\n",
+        [],
+        ["data.train_batch_size=100", "actor.ppo_mini_batch_size=64"],
+    ),
+    "M above B": (
+        "actor: {path: m, ppo_mini_batch_size: 128}\n",
+        [],
+        ["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"],
+    ),
+    "adv_estimator": (
+        "",
+        ["--algorithm.adv-estimator", "grppo"],
+        ["algorithm.adv_estimator='grppo'", "did you mean grpo?", "rloo"],
+    ),
     "loss_mode": ("", ["--loss.loss-mode", "vanila"], ["loss.loss_mode='vanila'", "did you mean vanilla?"]),
-    "agent": ("", ["--agent.default-agent-loop", "single_turn"], ["agent.default_agent_loop='single_turn'", "did you mean single_turn_agent?"]),
+    "agent": (
+        "",
+        ["--agent.default-agent-loop", "single_turn"],
+        ["agent.default_agent_loop='single_turn'", "did you mean single_turn_agent?"],
+    ),
     "reward": ("", ["--reward.name", "gsm8"], ["reward.name='gsm8'", "did you mean gsm8k?"]),
     "no reward file": ("", ["--reward.custom-path", "nowhere.py"], ["reward.custom_path='nowhere.py'"]),
     "n of 1": ("rollout: {n: 1}\n", [], ["rollout.n=1", "algorithm.adv_estimator=grpo"]),
-    "budget": ("", ["--actor.ppo-max-token-len-per-gpu", "1000"], ["actor.ppo_max_token_len_per_gpu=1000", "data.max_prompt_length=512", "= 1024 tokens"]),
-    "budget without gradient": ("", ["--actor.log-prob-max-token-len-per-gpu", "1023"], ["actor.log_prob_max_token_len_per_gpu=1023", "= 1024 tokens"]),
-    "bypass and correction": ("loss: {bypass_mode: true, rollout_is: token}\n", [], ["loss.bypass_mode", "loss.rollout_is=token"]),
+    "budget": (
+        "",
+        ["--actor.ppo-max-token-len-per-gpu", "1000"],
+        ["actor.ppo_max_token_len_per_gpu=1000", "data.max_prompt_length=512", "= 1024 tokens"],
+    ),
+    "budget without gradient": (
+        "",
+        ["--actor.log-prob-max-token-len-per-gpu", "1023"],
+        ["actor.log_prob_max_token_len_per_gpu=1023", "= 1024 tokens"],
+    ),
+    "bypass and correction": (
+        "loss: {bypass_mode: true, rollout_is: token}\n",
+        [],
+        ["loss.bypass_mode", "loss.rollout_is=token"],
+    ),
     "val_only without rows": ("trainer: {val_only: true}\n", [], ["trainer.val_only", "data.val_files"]),
 }
 
@@ -274,7 +343,10 @@ def test_too_many_processes(load, monkeypatch, processes):
     monkeypatch.setenv("WORLD_SIZE", "64")
     load()
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    with pytest.raises(ValueError, match=rf"{processes} processes are too many .*data\.train_batch_size=64 .*actor\.ppo_mini_batch_size=64 x rollout\.n=8"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{processes} processes are too many .*data\.train_batch_size=64 .*actor\.ppo_mini_batch_size=64 x rollout\.n=8",
+    ):
         load()
 
 
@@ -291,9 +363,17 @@ def test_rows_need_no_token_budget(load):
 
 TYRO = {  # what tyro refuses: message on stderr, exit code 2
     "unknown flag": ("", ["--data.nope", "17"], ["--data.nope", "17"]),
-    "misspelt flag": ("", ["--data.train-batch-siz", "17"], ["--data.train-batch-siz", "17", "Perhaps you meant", "--data.train-batch-size INT"]),
+    "misspelt flag": (
+        "",
+        ["--data.train-batch-siz", "17"],
+        ["--data.train-batch-siz", "17", "Perhaps you meant", "--data.train-batch-size INT"],
+    ),
     "a text for an int": ("", ["--data.train-batch-size", "many"], ["--data.train-batch-size", "'many'"]),
-    "a text for an int in YAML": ("data: {train_files: a, train_batch_size: many}\n", [], ["--data.train-batch-size", "'many'"]),
+    "a text for an int in YAML": (
+        "data: {train_files: a, train_batch_size: many}\n",
+        [],
+        ["--data.train-batch-size", "'many'"],
+    ),
     "a float for an int in YAML": ("rollout: {n: 4.5}\n", [], ["--rollout.n", "'4.5'"]),
     "a bool for an int in YAML": ("rollout: {n: true}\n", [], ["--rollout.n", "'True'"]),
     "a text for a float": ("", ["--actor.lr", "fast"], ["--actor.lr", "'fast'"]),
@@ -308,12 +388,20 @@ TYRO = {  # what tyro refuses: message on stderr, exit code 2
     "rollout_is": ("", ["--loss.rollout-is", "tokens"], ["--loss.rollout-is", "'tokens'"]),
     "negative lr": ("", ["--actor.lr", "-1"], ["actor.lr=-1.0"]),
     "lr that is no number": ("", ["--actor.lr", "nan"], ["actor.lr=nan"]),
-    "shared prompts, cut by trajectories": ("", ["--actor.share-prompts", "--actor.no-use-dynamic-bsz"], ["actor.share_prompts", "actor.use_dynamic_bsz"]),
+    "shared prompts, cut by trajectories": (
+        "",
+        ["--actor.share-prompts", "--actor.no-use-dynamic-bsz"],
+        ["actor.share_prompts", "actor.use_dynamic_bsz"],
+    ),
     "beta of 1": ("", ["--actor.betas", "0.9", "1.0"], ["actor.betas=(0.9, 1.0)"]),
     "no skipped step": ("", ["--log.max-skipped-steps", "0"], ["log.max_skipped_steps=0"]),
     "n of 0": ("", ["--rollout.n", "0"], ["rollout.n=0"]),
     "temperature": ("", ["--rollout.temperature", "0"], ["rollout.temperature=0.0", "val.temperature"]),
-    "two rewards": ("", ["--reward.name", "gsm8k", "--reward.custom-path", "x.py"], ["reward.name='gsm8k'", "reward.custom_path='x.py'"]),
+    "two rewards": (
+        "",
+        ["--reward.name", "gsm8k", "--reward.custom-path", "x.py"],
+        ["reward.name='gsm8k'", "reward.custom_path='x.py'"],
+    ),
     "no epoch": ("", ["--trainer.total-epochs", "0"], ["trainer.total_epochs=0"]),
 }
 
@@ -331,16 +419,25 @@ def test_a_mistake_of_type_names_flag_and_value(load, capsys, text, flags, parts
 
 
 def python(*args, cwd=ROOT):
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("flags, part, most_lines", [(["--rollout.n", "1"], "error: rollout.n=1", 1), (["--rollout.n", "many"], "parsing --rollout.n: ", 9)])
+@pytest.mark.parametrize(
+    "flags, part, most_lines",
+    [(["--rollout.n", "1"], "error: rollout.n=1", 1), (["--rollout.n", "many"], "parsing --rollout.n: ", 9)],
+)
 def test_train_says_what_is_wrong_without_a_traceback(tmp_path, flags, part, most_lines):
     (tmp_path / "x.yaml").write_text(COMPLETE)
     run = python(ROOT / "train.py", "--config", tmp_path / "x.yaml", *flags, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
-    assert part in run.stderr and "Traceback" not in run.stderr and len(run.stderr.splitlines()) <= most_lines, run.stderr
+    assert part in run.stderr and "Traceback" not in run.stderr and len(run.stderr.splitlines()) <= most_lines, (
+        run.stderr
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["x.yaml"], "a run that never was left something behind"
 
 

@@ -75,7 +75,12 @@ def tasks_of(n):
 @pytest.mark.parametrize("write, name", WRITERS)
 def test_verl_rows(tmp_path, write, name):
     [task] = load(write(tmp_path / name, [VERL]))
-    assert task.messages == CHAT and task.data_source == "openai/gsm8k" and task.ground_truth == "3" and task.agent_name == "tool_agent"
+    assert (
+        task.messages == CHAT
+        and task.data_source == "openai/gsm8k"
+        and task.ground_truth == "3"
+        and task.agent_name == "tool_agent"
+    )
     assert task.extra_info == {"ability": "math", "split": "train", "index": 7}
 
 
@@ -121,7 +126,10 @@ def test_rows_are_numbered_over_all_files_in_the_order_named(tmp_path):
 
 
 def test_prompt_key(tmp_path):
-    assert load(write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": 1}]), prompt_key="question")[0].messages == "q"
+    assert (
+        load(write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": 1}]), prompt_key="question")[0].messages
+        == "q"
+    )
 
 
 def test_blank_lines_are_no_rows(tmp_path):
@@ -243,7 +251,9 @@ def test_render(tokenizer):
     ids = lambda text: [tokenizer.convert_tokens_to_ids(w) for w in text.split()]
     assert render("1 + 2", tokenizer) == ids("<bos> 1 + 2")
     assert render(CHAT, tokenizer) == ids("user 1 + 2 assistant"), "a template writes its own special tokens"
-    assert render(CHAT, tokenizer) == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert render(CHAT, tokenizer) == tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     tools = [{"type": "function", "function": {"name": "calculator"}}]
     assert render(CHAT, tokenizer, tools) == ids("calculator user 1 + 2 assistant")
 
@@ -270,7 +280,10 @@ def test_chat_without_a_template(tokenizer):
     ],
 )
 def test_fit(truncation, limit, expected):
-    assert fit([0, 1, 2, 3, 4], DataConfig(max_prompt_length=limit, truncation=truncation), Task("", "exact", 0)) == expected
+    assert (
+        fit([0, 1, 2, 3, 4], DataConfig(max_prompt_length=limit, truncation=truncation), Task("", "exact", 0))
+        == expected
+    )
 
 
 def test_fit_names_the_row_and_both_lengths():
@@ -279,13 +292,20 @@ def test_fit_names_the_row_and_both_lengths():
 
 
 def test_filter_keeps_equality_and_counts_what_render_gives(tokenizer, capsys):
-    prompts = ["1 2 3", "1 2 3 4", "1 2 3 4 5", *([{"role": "user", "content": text}] for text in ("1 2", "1 2 3", "1 2 3 4"))]
+    prompts = [
+        "1 2 3",
+        "1 2 3 4",
+        "1 2 3 4 5",
+        *([{"role": "user", "content": text}] for text in ("1 2", "1 2 3", "1 2 3 4")),
+    ]
     tasks = [Task(p, "exact", 0, index=i) for i, p in enumerate(prompts)]
     for limit in range(4, 8):
         expected = [t.index for t in tasks if len(render(t.messages, tokenizer)) <= limit]
         assert [t.index for t in filter_overlong(tasks, tokenizer, DataConfig(max_prompt_length=limit))] == expected
     capsys.readouterr()
-    assert len(filter_overlong(tasks, tokenizer, DataConfig(max_prompt_length=5))) == 4  # 4, 5 with <bos>; 4, 5 with user, assistant
+    assert (
+        len(filter_overlong(tasks, tokenizer, DataConfig(max_prompt_length=5))) == 4
+    )  # 4, 5 with <bos>; 4, 5 with user, assistant
     assert "dropped 2 of 6 rows" in capsys.readouterr().out
     assert filter_overlong(tasks, tokenizer, DataConfig(max_prompt_length=1, filter_overlong_prompts=False)) == tasks
 
@@ -336,12 +356,20 @@ def test_an_epoch_of_whole_batches_hands_out_every_row():
 def test_filter_counts_what_an_agent_makes_of_the_prompt(tokenizer):
     tasks, cfg = [Task("1 2", "exact", 0, index=0), Task(CHAT, "exact", 0, index=1)], DataConfig(max_prompt_length=5)
     longer = lambda task: ([{"role": "system", "content": "1"}, *CHAT] if task.index else "1 2 3 4", None)
-    assert filter_overlong(tasks, tokenizer, cfg) == tasks and filter_overlong(tasks, tokenizer, cfg, longer) == tasks[:1]
+    assert (
+        filter_overlong(tasks, tokenizer, cfg) == tasks and filter_overlong(tasks, tokenizer, cfg, longer) == tasks[:1]
+    )
 
 
 def test_a_smaller_batch_takes_the_next_rows_and_never_two_epochs():
     stream = TaskStream(tasks_of(5), DataConfig(train_batch_size=2, shuffle=False), seed=0)
-    assert [[t.index for t in stream.next_batch(size)] for size in (None, 1, 1, 2, None)] == [[0, 1], [2], [3], [0, 1], [2, 3]]
+    assert [[t.index for t in stream.next_batch(size)] for size in (None, 1, 1, 2, None)] == [
+        [0, 1],
+        [2],
+        [3],
+        [0, 1],
+        [2, 3],
+    ]
 
 
 def test_file_order_without_shuffle():
@@ -392,7 +420,11 @@ def test_reasoning_gym_rows_are_its_own(monkeypatch):
     assert len(tasks) == 3 and tasks[2].index == 2 and tasks[2].data_source == "reasoning_gym/chain_sum"
     assert tasks[2].ground_truth == entry["answer"] and tasks[2].extra_info == entry
     [message] = tasks[2].messages
-    assert message["role"] == "user" and message["content"].startswith(entry["question"]) and "<answer>" in message["content"]
+    assert (
+        message["role"] == "user"
+        and message["content"].startswith(entry["question"])
+        and "<answer>" in message["content"]
+    )
 
 
 def test_tasks_take_turns_and_max_samples_counts_rows():
@@ -403,7 +435,10 @@ def test_tasks_take_turns_and_max_samples_counts_rows():
 
 def test_default_is_500_rows_from_seed_0():
     assert (tasks := gym("leg_counting")) == gym("leg_counting?seed=0&size=500") and len(tasks) == 500
-    assert gym("leg_counting?size=5&seed=3") == [Task(t.messages, t.data_source, t.ground_truth, t.extra_info, None, i) for i, t in enumerate(gym("leg_counting?size=5&seed=3"))]
+    assert gym("leg_counting?size=5&seed=3") == [
+        Task(t.messages, t.data_source, t.ground_truth, t.extra_info, None, i)
+        for i, t in enumerate(gym("leg_counting?size=5&seed=3"))
+    ]
     assert gym("leg_counting?size=5&seed=3")[0].messages == tasks[3].messages != tasks[0].messages
 
 
@@ -412,7 +447,17 @@ def test_every_task_loads_and_is_the_same_in_every_process(tmp_path):
     names = sorted(set(DATASETS) - {"composite"})
     assert len(names) > 100
     script = f"import json, random; from data import *; random.seed(); print(json.dumps([(t.messages, t.extra_info) for t in load_tasks(('reasoning_gym:{','.join(names)}?size=2',), DataConfig())], default=str))"
-    made = [subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout for seed in "12"]
+    made = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    ]
     assert made[0] == made[1] and len(json.loads(made[0])) == 2 * len(names)
 
 
@@ -437,7 +482,10 @@ def test_options_take_the_type_of_their_field(name, text, value):
 
 
 def test_a_reasoning_gym_data_source_is_not_looked_for_on_the_hub():
-    with pytest.raises(ValueError, match="'reasoning_gym/chain_sum' is no file; rows that reasoning_gym makes are asked for as reasoning_gym:chain_sum"):
+    with pytest.raises(
+        ValueError,
+        match="'reasoning_gym/chain_sum' is no file; rows that reasoning_gym makes are asked for as reasoning_gym:chain_sum",
+    ):
         load_tasks(("reasoning_gym/chain_sum",), DataConfig())
 
 
@@ -473,10 +521,22 @@ def test_reasoning_gym_is_optional(monkeypatch):
         gym("chain_sum")
 
 
-@pytest.mark.parametrize("val, clean", [("chain_sum?seed=499", False), ("chain_sum", False), ("leg_counting,chain_sum?size=9&seed=3", False),
-                                        ("chain_sum?seed=500", True), ("leg_counting", True), ("chain_sum?min_terms=6", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    "val, clean",
+    [
+        ("chain_sum?seed=499", False),
+        ("chain_sum", False),
+        ("leg_counting,chain_sum?size=9&seed=3", False),
+        ("chain_sum?seed=500", True),
+        ("leg_counting", True),
+        ("chain_sum?min_terms=6", True),
+    ],
+)
 def test_validation_may_not_hold_rows_of_training(val, clean):
-    files = {"train_files": ("a.jsonl", "reasoning_gym:chain_sum,countdown?seed=0&size=500"), "val_files": ("b.jsonl", f"reasoning_gym:{val}")}
+    files = {
+        "train_files": ("a.jsonl", "reasoning_gym:chain_sum,countdown?seed=0&size=500"),
+        "val_files": ("b.jsonl", f"reasoning_gym:{val}"),
+    }
     if clean:
         DataConfig(**files)
         return

@@ -1,4 +1,5 @@
 """What the documents say is there: their commands parse, their examples run, their files, links, knobs and error messages exist."""
+
 import dataclasses
 import os
 import re
@@ -15,7 +16,15 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCS}
 ALL = "\n".join(TEXTS.values())
 CODE = "".join(path.read_text() for path in ROOT.glob("*.py"))
-CLIS = {"show.py": [], "docs/pictures.py": [], "quickstart.py": [], "bench.py": [], "replay.py": [], "checkpoint.py": ["export"], "tests/gpu_ranks.py": []}
+CLIS = {
+    "show.py": [],
+    "docs/pictures.py": [],
+    "quickstart.py": [],
+    "bench.py": [],
+    "replay.py": [],
+    "checkpoint.py": ["export"],
+    "tests/gpu_ranks.py": [],
+}
 A_USERS = {"growth.json", "my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
 A_RUNS = {"metrics.jsonl", "config.yaml", "generation_config.json"}
 
@@ -36,9 +45,18 @@ def ticks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    lines = [line for language, body in fences(text) if language in ("", "bash") for line in body.replace("\\\n", " ").splitlines()]
+    lines = [
+        line
+        for language, body in fences(text)
+        if language in ("", "bash")
+        for line in body.replace("\\\n", " ").splitlines()
+    ]
     lines = [line.partition(" #")[0].strip() for line in lines] + ticks(text)
-    return [re.sub(r"\bN\b", "2", " ".join(line.split())) for line in lines if re.match(r"(python|make|accelerate launch) \S", line)]
+    return [
+        re.sub(r"\bN\b", "2", " ".join(line.split()))
+        for line in lines
+        if re.match(r"(python|make|accelerate launch) \S", line)
+    ]
 
 
 COMMANDS = sorted({command for text in TEXTS.values() for command in commands(text)})
@@ -53,7 +71,9 @@ def examples(tmp_path, monkeypatch):
         for language, body in fences(text):
             if named := re.match(r"# (\w+\.py)\n", body) if language == "python" else None:
                 (tmp_path / named[1]).write_text(body)
-    (tmp_path / "my.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    (tmp_path / "my.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
+    )
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     for variable, value in {"MACHINE": "0", "HEAD": "127.0.0.1"}.items():
@@ -70,14 +90,21 @@ def examples(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
     """What every CLI's --help prints, but for train.py's, whose flags are the knobs; all at once, since most of their time is imports."""
-    started = {name: subprocess.Popen([sys.executable, name, *verb, "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for name, verb in CLIS.items()}
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, name, *verb, "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for name, verb in CLIS.items()
+    }
     ended = {name: (*process.communicate(timeout=100), process.returncode) for name, process in started.items()}
     assert all(status == 0 for _, _, status in ended.values()), ended
     return {name: out for name, (out, _, _) in ended.items()}
 
 
 def test_there_are_commands():
-    assert sum("train.py" in command for command in COMMANDS) >= 5 and any("bench.py" in command for command in COMMANDS)
+    assert sum("train.py" in command for command in COMMANDS) >= 5 and any(
+        "bench.py" in command for command in COMMANDS
+    )
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"\b(train|bench)\.py --config", c)])
@@ -111,7 +138,9 @@ def test_options_of_a_command_are_in_its_help(helps, command):
             assert word in helps[script], word
 
 
-@pytest.mark.parametrize("target", sorted({c.split()[1] for c in COMMANDS if c.startswith("make ")} | {"quickstart", "tool-agent"}))
+@pytest.mark.parametrize(
+    "target", sorted({c.split()[1] for c in COMMANDS if c.startswith("make ")} | {"quickstart", "tool-agent"})
+)
 def test_target_of_make(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -132,19 +161,27 @@ def test_links_and_files_exist(name):
 def knobs() -> dict[str, type]:
     from config import Config
 
-    return {f"{group.name}.{knob.name}": knob.type for group in dataclasses.fields(Config) for knob in dataclasses.fields(group.type)}
+    return {
+        f"{group.name}.{knob.name}": knob.type
+        for group in dataclasses.fields(Config)
+        for knob in dataclasses.fields(group.type)
+    }
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_knobs_exist(name):
     known = knobs()
     groups = "|".join(sorted({knob.partition(".")[0] for knob in known}))
-    for said in ticks(TEXTS[name]) + [body for language, body in fences(TEXTS[name]) if language not in ("python", "py")]:
+    for said in ticks(TEXTS[name]) + [
+        body for language, body in fences(TEXTS[name]) if language not in ("python", "py")
+    ]:
         for flag, group, knob in re.findall(rf"(?<![\w./-])(--)?({groups})\.([a-z][\w-]*)(?![\w*]|\.\w)", said):
             if knob not in ("py", "jsonl", "yaml", "json"):
                 knob = knob.replace("-", "_") if flag else knob
                 switched_off = knob.removeprefix("no_") if flag else knob
-                assert f"{group}.{knob}" in known or known.get(f"{group}.{switched_off}") is bool, f"{flag}{group}.{knob}"
+                assert f"{group}.{knob}" in known or known.get(f"{group}.{switched_off}") is bool, (
+                    f"{flag}{group}.{knob}"
+                )
 
 
 def test_file_table_is_complete():
@@ -158,7 +195,15 @@ def test_numbers_that_can_be_counted():
     from reasoning_gym.factory import DATASETS
     from test_reward import ROWS
 
-    longest, shapes, families, bugs = (int(re.search(pattern, ALL)[1]) for pattern in (r"none longer than (\d+) lines", r"table of (\d+) real answer", r"the (\d+) task\sfamilies", r"puts (\d+) bugs"))
+    longest, shapes, families, bugs = (
+        int(re.search(pattern, ALL)[1])
+        for pattern in (
+            r"none longer than (\d+) lines",
+            r"table of (\d+) real answer",
+            r"the (\d+) task\sfamilies",
+            r"puts (\d+) bugs",
+        )
+    )
     assert max(len(path.read_text().splitlines()) for path in ROOT.glob("*.py")) <= longest
     assert (shapes, families, bugs) == (len(ROWS), len(set(DATASETS) - {"composite"}), len(mutate.BUGS))
 
@@ -173,7 +218,9 @@ def test_every_seeded_bug_can_be_put_in():
     """`make mutate` replaces a piece of code that stands in its file once; code that moves must take its bug along."""
     import mutate
 
-    assert {bug.what: count for bug in mutate.BUGS if (count := (ROOT / bug.file).read_text().count(bug.old)) != 1} == {}
+    assert {
+        bug.what: count for bug in mutate.BUGS if (count := (ROOT / bug.file).read_text().count(bug.old)) != 1
+    } == {}
     tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
     named = {bug.what: bug.test.split("::") for bug in mutate.BUGS}
     assert [what for what, (file, test) in named.items() if f"def {test.partition('[')[0]}(" not in tests[file]] == []
@@ -189,14 +236,24 @@ def test_curves_end_where_the_readme_says():
     import json
 
     curve = [json.loads(line) for line in (ROOT / "docs" / "runs" / "tool_agent_cpu.jsonl").read_text().splitlines()]
-    said = re.search(r"from (0\.\d+) of the unseen products right \(sampled\) to (0\.\d+), calls from (0\.\d+) a session to (1\.0)", ALL)
+    said = re.search(
+        r"from (0\.\d+) of the unseen products right \(sampled\) to (0\.\d+), calls from (0\.\d+) a session to (1\.0)",
+        ALL,
+    )
     assert [f"{curve[0]['val/exact/mean@1']:.3f}", f"{curve[-1]['val/exact/mean@1']:.3f}"] == [said[1], said[2]]
-    assert [f"{curve[0]['agent/tool_calls/mean']:.2f}", f"{curve[-2]['agent/tool_calls/mean']:.1f}"] == [said[3], said[4]]
+    assert [f"{curve[0]['agent/tool_calls/mean']:.2f}", f"{curve[-2]['agent/tool_calls/mean']:.1f}"] == [
+        said[3],
+        said[4],
+    ]
 
 
 def test_messages_to_look_up_are_those_of_the_code():
     """`...` stands for what differs; the rest has to stand in a file's text as it is."""
-    messages = [row.split("`")[1] for row in TEXTS["troubleshooting.md"].splitlines() if row.startswith("| `") and " " in row.split("`")[1]]
+    messages = [
+        row.split("`")[1]
+        for row in TEXTS["troubleshooting.md"].splitlines()
+        if row.startswith("| `") and " " in row.split("`")[1]
+    ]
     assert len(messages) > 20
     plain = re.sub(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", "\0", CODE)
     for message in messages:
@@ -237,7 +294,9 @@ def test_things_to_change_can_be_changed():
     assert made["centred"](scores, mask, None)[0, :, 0].tolist() == [0.5, -0.5]
     loss, metrics = made["reinforce"](torch.tensor([-1.0, -2.0]), None, torch.tensor([1.0, 3.0]), None, None, None)
     assert loss.tolist() == [1.0, 6.0] and metrics == {}
-    assert function_schema(made["letters"])["function"]["parameters"]["properties"] == {"word": {"type": "string", "description": "the word"}}
+    assert function_schema(made["letters"])["function"]["parameters"]["properties"] == {
+        "word": {"type": "string", "description": "the word"}
+    }
     engine = ScriptedEngine(CHATML, ["a" * 200, "b"], max_response_length=256)
     assert engine.play(made["twice"]).num_turns == 2 and [asked.max_tokens for asked in engine.asked] == [128, 128]
 
@@ -261,6 +320,13 @@ def test_agents_of_ones_own(examples):
 
     cfg = AgentConfig(custom_path="bracket.py:tool_agent", format="bracket")
     check_agents([], cfg)
-    assert FORMATS["bracket"].parse('so [[{"name": "calculator", "arguments": {"expression": "1+1"}}]]') == [Call("calculator", {"expression": "1+1"})]
-    t = ScriptedEngine(CHATML, ['[[{"name": "calculate", "arguments": {}}]]', "2"], cfg).play(load_custom(cfg.custom_path))
-    assert t.num_turns == 2 and t.metrics == {"tool_calls": 1.0, "tool_errors": 1.0}  # there is no such tool: no worker has to start
+    assert FORMATS["bracket"].parse('so [[{"name": "calculator", "arguments": {"expression": "1+1"}}]]') == [
+        Call("calculator", {"expression": "1+1"})
+    ]
+    t = ScriptedEngine(CHATML, ['[[{"name": "calculate", "arguments": {}}]]', "2"], cfg).play(
+        load_custom(cfg.custom_path)
+    )
+    assert t.num_turns == 2 and t.metrics == {
+        "tool_calls": 1.0,
+        "tool_errors": 1.0,
+    }  # there is no such tool: no worker has to start

@@ -1,4 +1,5 @@
 """What the doctor says: of records that deserve a finding and of those just short of it, of healthy runs, and of whole runs that are ill on purpose."""
+
 import json
 import math
 
@@ -9,26 +10,71 @@ from conftest import ROOT, flags, launch, read_metrics
 from doctor import AGAIN, DIAGNOSES, GONE, HEAD, TAIL, TRENDS, Doctor, Finding, diagnose, examine_step
 
 KNOBS = {
-    "data": {"max_response_length": 512, "train_batch_size": 32, "val_files": ["val.jsonl"]}, "rollout": {"top_p": 1.0, "top_k": 0, "failed_groups": "drop"},
-    "actor": {"dtype": "bfloat16", "grad_clip": 1.0, "lr_warmup_steps": 0, "lr": 1e-6}, "algorithm": {"adv_estimator": "grpo", "max_num_gen_batches": 10},
-    "loss": {"loss_mode": "vanilla", "loss_agg_mode": "token-mean", "kl_loss_coef": 0.001}, "reward": {"max_failed_fraction": 0.1, "timeout_s": 10.0},
-}  # fmt: skip
+    "data": {"max_response_length": 512, "train_batch_size": 32, "val_files": ["val.jsonl"]},
+    "rollout": {"top_p": 1.0, "top_k": 0, "failed_groups": "drop"},
+    "actor": {"dtype": "bfloat16", "grad_clip": 1.0, "lr_warmup_steps": 0, "lr": 1e-6},
+    "algorithm": {"adv_estimator": "grpo", "max_num_gen_batches": 10},
+    "loss": {"loss_mode": "vanilla", "loss_agg_mode": "token-mean", "kl_loss_coef": 0.001},
+    "reward": {"max_failed_fraction": 0.1, "timeout_s": 10.0},
+}
 
 
 def healthy(step: int) -> dict:
     """A step of a run that learns: rewards of 0 or 1 rise from 0.2 to 0.7 in 60 steps, with noise."""
     noise = (0.02, -0.01, 0.0, -0.02, 0.01)[step % 5]
     metrics = {
-        "step": step, "reward/mean": 0.2 + min(step, 60) / 120 + noise, "reward/std": 0.4, "reward/max": 1.0, "reward/min": 0.0, "reward/frac_zero_std": 0.5, "reward/frac_zero_std_positive": 0.3,
-        "reward/error": 0.0, "reward/timeout": 0.0, "reward/kl": 0.02, "rollout/groups_informative": 16, "rollout/groups_solved": 10, "rollout/groups_failed": 6, "rollout/groups_lost": 0,
-        "rollout/gen_batches": 1, "response_length/mean": 200.0 + step, "response_length/clip_ratio": 0.1, "actor/grad_norm": 0.8 + noise, "actor/skipped_steps": 0, "actor/num_updates": 2,
-        "actor/lr": 1e-6, "actor/pg_loss": 0.01, "actor/kl_loss": 0.02, "actor/entropy": 0.5 - min(step, 60) / 200, "actor/ppo_kl": 0.002, "actor/pg_clipfrac": 0.02, "correction/k3": 0.003,
-        "correction/prob_diff_mean": 0.008, "correction/ess": 0.99, "correction/rejected_frac": 0.0, "agent/tool_calls/mean": 1.0, "agent/tool_errors/mean": 0.02, "perf/token_imbalance": 0.02,
-        "perf/gen_tokens_per_s": 5000.0, "perf/train_tokens_per_s": 20000.0, "perf/max_memory_gb": 60.0, "timing_s/gen": 10.0, "timing_s/gen/max": 10.0, "timing_s/gen/mean": 9.0,
-        "timing_s/idle": 0.5, "timing_s/sync": 1.0, "timing_s/step": 30.0,
-    }  # fmt: skip
+        "step": step,
+        "reward/mean": 0.2 + min(step, 60) / 120 + noise,
+        "reward/std": 0.4,
+        "reward/max": 1.0,
+        "reward/min": 0.0,
+        "reward/frac_zero_std": 0.5,
+        "reward/frac_zero_std_positive": 0.3,
+        "reward/error": 0.0,
+        "reward/timeout": 0.0,
+        "reward/kl": 0.02,
+        "rollout/groups_informative": 16,
+        "rollout/groups_solved": 10,
+        "rollout/groups_failed": 6,
+        "rollout/groups_lost": 0,
+        "rollout/gen_batches": 1,
+        "response_length/mean": 200.0 + step,
+        "response_length/clip_ratio": 0.1,
+        "actor/grad_norm": 0.8 + noise,
+        "actor/skipped_steps": 0,
+        "actor/num_updates": 2,
+        "actor/lr": 1e-6,
+        "actor/pg_loss": 0.01,
+        "actor/kl_loss": 0.02,
+        "actor/entropy": 0.5 - min(step, 60) / 200,
+        "actor/ppo_kl": 0.002,
+        "actor/pg_clipfrac": 0.02,
+        "correction/k3": 0.003,
+        "correction/prob_diff_mean": 0.008,
+        "correction/ess": 0.99,
+        "correction/rejected_frac": 0.0,
+        "agent/tool_calls/mean": 1.0,
+        "agent/tool_errors/mean": 0.02,
+        "perf/token_imbalance": 0.02,
+        "perf/gen_tokens_per_s": 5000.0,
+        "perf/train_tokens_per_s": 20000.0,
+        "perf/max_memory_gb": 60.0,
+        "timing_s/gen": 10.0,
+        "timing_s/gen/max": 10.0,
+        "timing_s/gen/mean": 9.0,
+        "timing_s/idle": 0.5,
+        "timing_s/sync": 1.0,
+        "timing_s/step": 30.0,
+    }
     if step % 10 == 0:
-        metrics |= {"val/x/mean@1": 0.2 + min(step, 60) / 120, "val/x/mean@1/stderr": 0.01, "val/x/failed_sessions": 0.0, "val/error": 0.0, "val/timeout": 0.0, "timing_s/testing": 20.0}
+        metrics |= {
+            "val/x/mean@1": 0.2 + min(step, 60) / 120,
+            "val/x/mean@1/stderr": 0.01,
+            "val/x/failed_sessions": 0.0,
+            "val/error": 0.0,
+            "val/timeout": 0.0,
+            "timing_s/testing": 20.0,
+        }
     if step % 20 == 0:
         metrics["timing_s/save_checkpoint"] = 5.0
     return metrics
@@ -73,19 +119,59 @@ def knobs(**changes) -> dict:
 
 # name of a diagnosis -> steps, changes that deserve it, changes that are just short of it, and a word that the text must have; knobs of both, knobs of the second
 STEPS = {
-    "rewards_all_low": (3, {"reward/max": 0.0, "reward/mean": 0.0}, {"reward/max": 0.01, "reward/mean": 0.001}, "all 32 groups had equal rewards"),
-    "rewards_all_high": (3, {"reward/min": 1.0, "reward/mean": 1.0}, {"reward/min": 0.99, "reward/mean": 1.0}, "filter_groups"),
-    "groups_all_equal": (3, {"reward/frac_zero_std": 1.0}, {"reward/frac_zero_std": 0.97}, "all 32 groups had equal rewards: nothing was learned this step"),
-    "groups_mostly_equal": (12, {"reward/frac_zero_std": always(0.97)}, {"reward/frac_zero_std": after(3, 0.5, 0.97)}, "97%"),
+    "rewards_all_low": (
+        3,
+        {"reward/max": 0.0, "reward/mean": 0.0},
+        {"reward/max": 0.01, "reward/mean": 0.001},
+        "all 32 groups had equal rewards",
+    ),
+    "rewards_all_high": (
+        3,
+        {"reward/min": 1.0, "reward/mean": 1.0},
+        {"reward/min": 0.99, "reward/mean": 1.0},
+        "filter_groups",
+    ),
+    "groups_all_equal": (
+        3,
+        {"reward/frac_zero_std": 1.0},
+        {"reward/frac_zero_std": 0.97},
+        "all 32 groups had equal rewards: nothing was learned this step",
+    ),
+    "groups_mostly_equal": (
+        12,
+        {"reward/frac_zero_std": always(0.97)},
+        {"reward/frac_zero_std": after(3, 0.5, 0.97)},
+        "97%",
+    ),
     "gradient_zero": (3, {"actor/grad_norm": 0.0}, {"actor/grad_norm": 1e-9}, "although rewards differ"),
     "gradient_not_finite": (3, {"actor/skipped_steps": 1}, {"actor/skipped_steps": 0}, "replay.py"),
-    "gradient_clipped": (20, {"actor/grad_norm": always(10.1)}, {"actor/grad_norm": after(1, 9.9, 10.1)}, "actor.grad_clip=1.0"),
+    "gradient_clipped": (
+        20,
+        {"actor/grad_norm": always(10.1)},
+        {"actor/grad_norm": after(1, 9.9, 10.1)},
+        "actor.grad_clip=1.0",
+    ),
     "gradient_spike": (11, {"actor/grad_norm": 8.5}, {"actor/grad_norm": 7.5}, "usual is 0.8"),
-    "loss_zero": (3, {"actor/num_updates": 1, "actor/pg_loss": 4e-9}, {"actor/num_updates": 2, "actor/pg_loss": 4e-9}, "normal, the gradient is not 0 but 0.8"),
+    "loss_zero": (
+        3,
+        {"actor/num_updates": 1, "actor/pg_loss": 4e-9},
+        {"actor/num_updates": 2, "actor/pg_loss": 4e-9},
+        "normal, the gradient is not 0 but 0.8",
+    ),
     "lr_zero": (1, {"actor/lr": 0.0}, {"actor/lr": 1e-9}, "normal", knobs(actor={"lr_warmup_steps": 10})),
     "lr_stays_zero": (3, {"actor/lr": 0.0}, {"actor/lr": 1e-9}, "min_lr_ratio"),
-    "entropy_collapsed": (40, FLAT | {"actor/entropy": lambda i: 0.8 * 0.9**i}, FLAT | {"actor/entropy": lambda i: 0.8 * 0.94**i}, "nothing new is tried"),
-    "entropy_exploded": (40, {"actor/entropy": lambda i: 0.5 + i / 30}, {"actor/entropy": lambda i: 0.5 + i / 50}, "entropy rose from 0.57"),
+    "entropy_collapsed": (
+        40,
+        FLAT | {"actor/entropy": lambda i: 0.8 * 0.9**i},
+        FLAT | {"actor/entropy": lambda i: 0.8 * 0.94**i},
+        "nothing new is tried",
+    ),
+    "entropy_exploded": (
+        40,
+        {"actor/entropy": lambda i: 0.5 + i / 30},
+        {"actor/entropy": lambda i: 0.5 + i / 50},
+        "entropy rose from 0.57",
+    ),
     "step_kl": (3, {"actor/ppo_kl": 0.11}, {"actor/ppo_kl": 0.09}, "0.11 nats"),
     "kl_in_loss": (3, {"actor/kl_loss": 1.1}, {"actor/kl_loss": 0.9}, "loss.kl_loss_coef=0.001"),
     "kl_in_reward": (3, {"reward/kl": 1.1}, {"reward/kl": 0.9}, "algorithm.kl_coef"),
@@ -93,11 +179,36 @@ STEPS = {
     "mismatch": (3, {"correction/k3": 0.08}, {"correction/k3": 0.019}, "the sampler and the actor disagree (k3 0.08"),
     "low_ess": (3, {"correction/ess": 0.69}, {"correction/ess": 0.71}, "69%"),
     "rejected": (3, {"correction/rejected_frac": 0.51}, {"correction/rejected_frac": 0.49}, "51%"),
-    "truncated": (3, {"response_length/clip_ratio": 0.62}, {"response_length/clip_ratio": 0.29}, "62% of responses hit data.max_response_length=512: raise it, or see algorithm.overlong_buffer_len"),
-    "truncated_on_purpose": (3, {"response_length/clip_ratio": 1.0}, {"response_length/clip_ratio": 0.3}, "100% of responses"),
-    "length_collapsed": (40, FLAT | {"response_length/mean": lambda i: 300 - 6 * i}, FLAT | {"response_length/mean": lambda i: 300 - 5 * i}, "shrank from 288 tokens"),
-    "length_ran_away": (40, FLAT | {"response_length/mean": lambda i: 100 + 7 * i}, FLAT | {"response_length/mean": lambda i: 100 + 6 * i}, "grew from 114 tokens"),
-    "reward_fell": (60, {"reward/mean": lambda i: flat(i) + 0.02 * min(i, 60 - i)}, {"reward/mean": lambda i: flat(i) + 0.02 * min(i, 44)}, "fell from"),
+    "truncated": (
+        3,
+        {"response_length/clip_ratio": 0.62},
+        {"response_length/clip_ratio": 0.29},
+        "62% of responses hit data.max_response_length=512: raise it, or see algorithm.overlong_buffer_len",
+    ),
+    "truncated_on_purpose": (
+        3,
+        {"response_length/clip_ratio": 1.0},
+        {"response_length/clip_ratio": 0.3},
+        "100% of responses",
+    ),
+    "length_collapsed": (
+        40,
+        FLAT | {"response_length/mean": lambda i: 300 - 6 * i},
+        FLAT | {"response_length/mean": lambda i: 300 - 5 * i},
+        "shrank from 288 tokens",
+    ),
+    "length_ran_away": (
+        40,
+        FLAT | {"response_length/mean": lambda i: 100 + 7 * i},
+        FLAT | {"response_length/mean": lambda i: 100 + 6 * i},
+        "grew from 114 tokens",
+    ),
+    "reward_fell": (
+        60,
+        {"reward/mean": lambda i: flat(i) + 0.02 * min(i, 60 - i)},
+        {"reward/mean": lambda i: flat(i) + 0.02 * min(i, 44)},
+        "fell from",
+    ),
     "reward_outlier": (20, {"reward/max": 21.0}, {"reward/max": 19.0}, "bound the reward"),
     "rewards_failed": (3, {"reward/error": 2.0}, {"reward/error": 0.0}, "2 of the rewards raised"),
     "rewards_late": (3, {"reward/timeout": 2.0}, {"reward/timeout": 0.0}, "reward.timeout_s=10.0"),
@@ -106,23 +217,67 @@ STEPS = {
     "many_batches": (3, {"rollout/gen_batches": 8}, {"rollout/gen_batches": 7}, "max_num_gen_batches=10"),
     "no_validation": (1, {}, {}, "no validation", knobs(data={"val_files": []}), KNOBS),
     "validation_failed": (11, {"val/x/failed_sessions": 0.1}, {"val/x/failed_sessions": 0.0}, "count as wrong"),
-    "validation_fell": (51, {VAL: val(0.34, 0.33)}, {VAL: val(0.38, 0.3)}, "fell from 0.4 (step 20) to 0.33 while the training reward rose from"),
+    "validation_fell": (
+        51,
+        {VAL: val(0.34, 0.33)},
+        {VAL: val(0.38, 0.3)},
+        "fell from 0.4 (step 20) to 0.33 while the training reward rose from",
+    ),
     "engine_idle": (6, {"timing_s/idle": always(3.1)}, {"timing_s/idle": always(2.9)}, "31% of the generation"),
     "engine_late": (6, {"timing_s/gen/max": always(13.6)}, {"timing_s/gen/max": always(13.4)}, "13.6 s"),
-    "ranks_uneven": (6, {"perf/token_imbalance": always(0.31)}, {"perf/token_imbalance": always(0.29)}, "31% more tokens"),
-    "slowed": (30, {"perf/gen_tokens_per_s": after(27, 5000, 2400), "perf/train_tokens_per_s": after(27, 20000, 9900)},
-               {"perf/gen_tokens_per_s": after(27, 5000, 2400), "perf/train_tokens_per_s": after(27, 20000, 10100)}, "2400 tokens/s are generated and 9900 trained on"),
-    "saving": (20, {"timing_s/save_checkpoint": always(9.1)}, {"timing_s/save_checkpoint": always(8.9)}, "30% of 600 s"),
-}  # fmt: skip
+    "ranks_uneven": (
+        6,
+        {"perf/token_imbalance": always(0.31)},
+        {"perf/token_imbalance": always(0.29)},
+        "31% more tokens",
+    ),
+    "slowed": (
+        30,
+        {"perf/gen_tokens_per_s": after(27, 5000, 2400), "perf/train_tokens_per_s": after(27, 20000, 9900)},
+        {"perf/gen_tokens_per_s": after(27, 5000, 2400), "perf/train_tokens_per_s": after(27, 20000, 10100)},
+        "2400 tokens/s are generated and 9900 trained on",
+    ),
+    "saving": (
+        20,
+        {"timing_s/save_checkpoint": always(9.1)},
+        {"timing_s/save_checkpoint": always(8.9)},
+        "30% of 600 s",
+    ),
+}
 RUNS = {
-    "reward_flat": (60, FLAT, {"reward/mean": lambda i: flat(i) + i / 300}, "the reward did not rise: 0.4 in the first quarter"),
-    "validation_worse": (31, FLAT | {VAL: lambda i: 0.5 - i / 900 if i % 10 == 0 else NO}, FLAT | {VAL: lambda i: 0.5 - i / 1100 if i % 10 == 0 else NO}, "ended at 0.467, below the 0.5"),
-    "truncation_rose": (40, {"response_length/clip_ratio": after(30, 0.05, 0.26)}, {"response_length/clip_ratio": after(30, 0.05, 0.24)}, "0.05 in the first quarter"),
-    "mismatch_rose": (40, {"correction/k3": after(30, 0.003, 0.0155)}, {"correction/k3": after(30, 0.003, 0.0149)}, "drift apart"),
-    "memory_grew": (40, {"perf/max_memory_gb": after(30, 60, 79)}, {"perf/max_memory_gb": after(30, 60, 77)}, "memory grows"),
+    "reward_flat": (
+        60,
+        FLAT,
+        {"reward/mean": lambda i: flat(i) + i / 300},
+        "the reward did not rise: 0.4 in the first quarter",
+    ),
+    "validation_worse": (
+        31,
+        FLAT | {VAL: lambda i: 0.5 - i / 900 if i % 10 == 0 else NO},
+        FLAT | {VAL: lambda i: 0.5 - i / 1100 if i % 10 == 0 else NO},
+        "ended at 0.467, below the 0.5",
+    ),
+    "truncation_rose": (
+        40,
+        {"response_length/clip_ratio": after(30, 0.05, 0.26)},
+        {"response_length/clip_ratio": after(30, 0.05, 0.24)},
+        "0.05 in the first quarter",
+    ),
+    "mismatch_rose": (
+        40,
+        {"correction/k3": after(30, 0.003, 0.0155)},
+        {"correction/k3": after(30, 0.003, 0.0149)},
+        "drift apart",
+    ),
+    "memory_grew": (
+        40,
+        {"perf/max_memory_gb": after(30, 60, 79)},
+        {"perf/max_memory_gb": after(30, 60, 77)},
+        "memory grows",
+    ),
     "testing_long": (40, {"timing_s/testing": always(9.1)}, {"timing_s/testing": always(8.9)}, "went into validation"),
     "sync_long": (40, {"timing_s/sync": always(9.1)}, {"timing_s/sync": always(8.9)}, "went into sync"),
-}  # fmt: skip
+}
 
 
 def names(run: list[dict], settings: dict) -> dict[str, Finding]:
@@ -152,37 +307,102 @@ def test_a_reward_that_stays_near_its_top_is_not_flat():
 
 
 def test_every_diagnosis_is_tested():
-    assert sorted(STEPS) == sorted(name for name, *_ in DIAGNOSES) and sorted(RUNS) == sorted(name for name, *_ in TRENDS)
+    assert sorted(STEPS) == sorted(name for name, *_ in DIAGNOSES) and sorted(RUNS) == sorted(
+        name for name, *_ in TRENDS
+    )
 
 
-@pytest.mark.parametrize("changes, length, settings, expected", [
-    ({"reward/frac_zero_std": 1.0}, 3, knobs(algorithm={"adv_estimator": "reinforce_plus_plus"}), []),  # whose baseline is not the group's
-    ({"actor/grad_norm": 0.0}, 3, knobs(algorithm={"adv_estimator": "grpo_passk"}), []),  # the two best may be equal
-    ({"actor/pg_clipfrac": 0.6}, 3, knobs(loss={"loss_mode": "gspo"}), []),
-    ({"actor/kl_loss": 3.0}, 3, knobs(loss={"loss_agg_mode": "seq-mean-token-sum"}), []),  # of a sequence, not of a token
-    ({"correction/k3": 0.002}, 3, knobs(actor={"dtype": "float32"}), ["mismatch"]),  # what bfloat16 may, float32 may not
-    ({"actor/lr": 0.0}, 3, knobs(actor={"lr_warmup_steps": 2}), ["lr_stays_zero"]),  # the warm-up is over
-    ({"response_length/clip_ratio": 1.0, "reward/frac_zero_std": 1.0, "reward/max": 0.0, "reward/mean": 0.0}, 3, KNOBS, ["rewards_all_low", "truncated"]),  # cut, and no reward: not on purpose
-    ({"response_length/clip_ratio": 0.62}, 3, knobs(data={"max_response_length": 32}), ["truncated_on_purpose"]),  # the answer is a sum, a limit of 8 no mistake
-    ({"response_length/clip_ratio": 0.62}, 3, knobs(data={"max_response_length": 33}), ["truncated"]),
-    ({"response_length/clip_ratio": 0.62, "reward/frac_zero_std": 1.0}, 3, knobs(data={"max_response_length": 8}), ["groups_all_equal", "truncated"]),
-    (CUT | {"reward/truncated": 0.5}, 3, KNOBS, ["truncated_on_purpose"]),  # cut, and better than the others: so long is right
-    (CUT | {"reward/truncated": 0.16}, 3, KNOBS, ["truncated_on_purpose"]),  # 3 standard errors below 0.217 are 0.157
-    (CUT | {"reward/truncated": 0.15}, 3, KNOBS, ["truncated"]),
-    (CUT | {"reward/truncated": 0.15, "rollout/num_trajectories": 128}, 3, KNOBS, ["truncated_on_purpose"]),  # of so few it may be chance
-    (CUT | {"reward/truncated": 0.0, "response_length/clip_ratio": 0.9}, 3, KNOBS, ["truncated"]),
-    ({"actor/entropy": lambda i: 0.8 * 0.9**i}, 40, KNOBS, []),  # the reward rises
-    ({"actor/entropy": lambda i: 0.8 * 0.9**i, "reward/mean": lambda i: 0.85}, 40, KNOBS, []),  # the task is solved
-    (FLAT | {"actor/entropy": always(0.009)}, 40, KNOBS, ["entropy_collapsed"]),  # from the beginning
-    ({"response_length/mean": lambda i: 100 + 10 * i}, 40, KNOBS, []),  # longer, and better
-    ({"perf/gen_tokens_per_s": 100.0, "perf/train_tokens_per_s": 100.0}, 40, KNOBS, []),  # one slow step
-    ({VAL: val(0.2, 0.2), "reward/mean": lambda i: 0.5 - i / 1000}, 51, KNOBS, []),  # training went down as well
-    ({VAL: val(0.39, 0.2)}, 51, KNOBS, []),  # one bad validation
-    ({"reward/max": -1.0, "reward/min": -1.0, "reward/mean": -1.0}, 3, KNOBS, ["rewards_all_low"]),  # of rewards of -1 or 1
-    ({"reward/frac_zero_std": always(0.97), "actor/grad_norm": always(11.0)}, 9, KNOBS, []),  # too young to call it lasting
-    ({"timing_s/save_checkpoint": 20.0}, 2, KNOBS, []),  # a minute has not passed
-    ({"timing_s/idle": always(0.3), "timing_s/gen": always(0.5)}, 6, KNOBS, []),  # nobody waits half a second
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, length, settings, expected",
+    [
+        (
+            {"reward/frac_zero_std": 1.0},
+            3,
+            knobs(algorithm={"adv_estimator": "reinforce_plus_plus"}),
+            [],
+        ),  # whose baseline is not the group's
+        (
+            {"actor/grad_norm": 0.0},
+            3,
+            knobs(algorithm={"adv_estimator": "grpo_passk"}),
+            [],
+        ),  # the two best may be equal
+        ({"actor/pg_clipfrac": 0.6}, 3, knobs(loss={"loss_mode": "gspo"}), []),
+        (
+            {"actor/kl_loss": 3.0},
+            3,
+            knobs(loss={"loss_agg_mode": "seq-mean-token-sum"}),
+            [],
+        ),  # of a sequence, not of a token
+        (
+            {"correction/k3": 0.002},
+            3,
+            knobs(actor={"dtype": "float32"}),
+            ["mismatch"],
+        ),  # what bfloat16 may, float32 may not
+        ({"actor/lr": 0.0}, 3, knobs(actor={"lr_warmup_steps": 2}), ["lr_stays_zero"]),  # the warm-up is over
+        (
+            {"response_length/clip_ratio": 1.0, "reward/frac_zero_std": 1.0, "reward/max": 0.0, "reward/mean": 0.0},
+            3,
+            KNOBS,
+            ["rewards_all_low", "truncated"],
+        ),  # cut, and no reward: not on purpose
+        (
+            {"response_length/clip_ratio": 0.62},
+            3,
+            knobs(data={"max_response_length": 32}),
+            ["truncated_on_purpose"],
+        ),  # the answer is a sum, a limit of 8 no mistake
+        ({"response_length/clip_ratio": 0.62}, 3, knobs(data={"max_response_length": 33}), ["truncated"]),
+        (
+            {"response_length/clip_ratio": 0.62, "reward/frac_zero_std": 1.0},
+            3,
+            knobs(data={"max_response_length": 8}),
+            ["groups_all_equal", "truncated"],
+        ),
+        (
+            CUT | {"reward/truncated": 0.5},
+            3,
+            KNOBS,
+            ["truncated_on_purpose"],
+        ),  # cut, and better than the others: so long is right
+        (
+            CUT | {"reward/truncated": 0.16},
+            3,
+            KNOBS,
+            ["truncated_on_purpose"],
+        ),  # 3 standard errors below 0.217 are 0.157
+        (CUT | {"reward/truncated": 0.15}, 3, KNOBS, ["truncated"]),
+        (
+            CUT | {"reward/truncated": 0.15, "rollout/num_trajectories": 128},
+            3,
+            KNOBS,
+            ["truncated_on_purpose"],
+        ),  # of so few it may be chance
+        (CUT | {"reward/truncated": 0.0, "response_length/clip_ratio": 0.9}, 3, KNOBS, ["truncated"]),
+        ({"actor/entropy": lambda i: 0.8 * 0.9**i}, 40, KNOBS, []),  # the reward rises
+        ({"actor/entropy": lambda i: 0.8 * 0.9**i, "reward/mean": lambda i: 0.85}, 40, KNOBS, []),  # the task is solved
+        (FLAT | {"actor/entropy": always(0.009)}, 40, KNOBS, ["entropy_collapsed"]),  # from the beginning
+        ({"response_length/mean": lambda i: 100 + 10 * i}, 40, KNOBS, []),  # longer, and better
+        ({"perf/gen_tokens_per_s": 100.0, "perf/train_tokens_per_s": 100.0}, 40, KNOBS, []),  # one slow step
+        ({VAL: val(0.2, 0.2), "reward/mean": lambda i: 0.5 - i / 1000}, 51, KNOBS, []),  # training went down as well
+        ({VAL: val(0.39, 0.2)}, 51, KNOBS, []),  # one bad validation
+        (
+            {"reward/max": -1.0, "reward/min": -1.0, "reward/mean": -1.0},
+            3,
+            KNOBS,
+            ["rewards_all_low"],
+        ),  # of rewards of -1 or 1
+        (
+            {"reward/frac_zero_std": always(0.97), "actor/grad_norm": always(11.0)},
+            9,
+            KNOBS,
+            [],
+        ),  # too young to call it lasting
+        ({"timing_s/save_checkpoint": 20.0}, 2, KNOBS, []),  # a minute has not passed
+        ({"timing_s/idle": always(0.3), "timing_s/gen": always(0.5)}, 6, KNOBS, []),  # nobody waits half a second
+    ],
+)
 def test_what_looks_alike_is_told_apart(changes, length, settings, expected):
     assert list(names(records(length, changes), settings)) == expected
 
@@ -191,7 +411,11 @@ def test_healthy_runs_have_no_finding():
     run, doctor = records(300), Doctor(KNOBS)
     assert [line for record in run for line in doctor.lines(record)] == []
     (line,) = diagnose(run, KNOBS)
-    assert line.startswith("nothing found that is wrong in 300 steps: looked for rewards_all_low, ") and "without" not in line and "no numbers" not in line
+    assert (
+        line.startswith("nothing found that is wrong in 300 steps: looked for rewards_all_low, ")
+        and "without" not in line
+        and "no numbers" not in line
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/runs").glob("*.jsonl")), ids=lambda path: path.stem)
@@ -212,9 +436,17 @@ def test_null_missing_and_odd_numbers_crash_nothing(name):
     for metric in [*run[-1], "step"]:
         for value in (None, math.nan, math.inf, -math.inf, 0.0, "text"):
             examine_step(run[-1] | {metric: value}, run[:-1], settings[0] if settings else KNOBS)
-        for spoiled in ([{k: v for k, v in record.items() if k != metric} for record in run], [record | {metric: None} for record in run], [record | {metric: 0} for record in run]):
+        for spoiled in (
+            [{k: v for k, v in record.items() if k != metric} for record in run],
+            [record | {metric: None} for record in run],
+            [record | {metric: 0} for record in run],
+        ):
             examine_step(spoiled[-1], spoiled[:-1], settings[0] if settings else KNOBS)
-    for settings in ({}, {"data": None, "actor": {}}, {group: dict.fromkeys(values) for group, values in KNOBS.items()}):
+    for settings in (
+        {},
+        {"data": None, "actor": {}},
+        {group: dict.fromkeys(values) for group, values in KNOBS.items()},
+    ):
         examine_step(run[-1], run[:-1], settings)
         diagnose(run, settings)
     diagnose([record | {"step": None} for record in run], KNOBS)
@@ -228,14 +460,26 @@ def test_no_record_has_nothing():
 
 def test_diagnose_groups_steps_and_puts_problems_first():
     bad = {3, 4, 5, 9, 11}
-    run = records(20, {"reward/frac_zero_std": lambda i: 1.0 if i in bad else 0.5, "rollout/groups_lost": after(19, 0, 2), "actor/num_updates": always(1), "actor/pg_loss": always(0.0)})
+    run = records(
+        20,
+        {
+            "reward/frac_zero_std": lambda i: 1.0 if i in bad else 0.5,
+            "rollout/groups_lost": after(19, 0, 2),
+            "actor/num_updates": always(1),
+            "actor/pg_loss": always(0.0),
+        },
+    )
     run.append({"step": 20, "val/x/mean@1": 0.9, "timing_s/step": 3.0})  # the record after the last step is no step
     problem, warning, note = diagnose(run, KNOBS)
-    assert problem.startswith("problem: steps 3-5 and 2 others, 5 of 20: all 32 groups had equal rewards") and problem.endswith("(reward/frac_zero_std)")
+    assert problem.startswith(
+        "problem: steps 3-5 and 2 others, 5 of 20: all 32 groups had equal rewards"
+    ) and problem.endswith("(reward/frac_zero_std)")
     assert warning.startswith("warning: step 19, 1 of 20: 2 of the groups lost a session")
     assert note.startswith("note: the loss is 0")
     assert diagnose(records(5, {"actor/lr": after(1, 0.0, 1e-6)}), knobs(actor={"lr_warmup_steps": 1})) == [
-        diagnose(records(5), KNOBS)[0], "note: the learning rate is 0 in the first step of the warm-up: normal, from the next step on it is not (actor/lr)"]  # fmt: skip
+        diagnose(records(5), KNOBS)[0],
+        "note: the learning rate is 0 in the first step of the warm-up: normal, from the next step on it is not (actor/lr)",
+    ]
 
 
 def said(pattern, metric="reward/error", level="warning") -> list[int]:
@@ -263,14 +507,22 @@ def test_a_note_is_said_once():
 
 def test_doctor_keeps_a_bounded_past_with_the_runs_start():
     doctor = Doctor(KNOBS)
-    run = records(TAIL + 300, FLAT | {"response_length/mean": lambda i: 100.0 if i < HEAD else 301.0, "response_length/clip_ratio": always(0.0)})
+    run = records(
+        TAIL + 300,
+        FLAT
+        | {"response_length/mean": lambda i: 100.0 if i < HEAD else 301.0, "response_length/clip_ratio": always(0.0)},
+    )
     lines = [doctor.lines(record) for record in run]
     assert len(doctor.head) + len(doctor.tail) == HEAD + TAIL
     assert any("grew from 100 tokens to 301" in line for step in lines[TAIL + 200 :] for line in step)
 
 
 def test_doctor_of_a_run_that_goes_on_knows_what_was_and_does_not_repeat_it():
-    run = records(45, FLAT | {"response_length/mean": lambda i: 100 + 7 * i, "actor/num_updates": always(1), "actor/pg_loss": always(0.0)})
+    run = records(
+        45,
+        FLAT
+        | {"response_length/mean": lambda i: 100 + 7 * i, "actor/num_updates": always(1), "actor/pg_loss": always(0.0)},
+    )
     fresh, resumed = Doctor(KNOBS), Doctor(KNOBS)
     for record in run[:36]:
         resumed.lines(record)
@@ -281,7 +533,10 @@ def test_doctor_of_a_run_that_goes_on_knows_what_was_and_does_not_repeat_it():
 
 def test_findings_name_what_to_see():
     (finding,) = examine_step(records(3, {"response_length/clip_ratio": 0.62})[-1], records(2), KNOBS)
-    assert str(finding) == "62% of responses hit data.max_response_length=512: raise it, or see algorithm.overlong_buffer_len (response_length/clip_ratio)"
+    assert (
+        str(finding)
+        == "62% of responses hit data.max_response_length=512: raise it, or see algorithm.overlong_buffer_len (response_length/clip_ratio)"
+    )
     assert all(level in ("problem", "warning", "note") for _, level, _, _ in DIAGNOSES + TRENDS)
 
 
@@ -294,8 +549,18 @@ def doctor_of(tiny, folder, *more) -> tuple[str, list[dict]]:
 
 
 def test_run_with_a_constant_reward_and_cut_responses(tiny, tmp_path):
-    (tmp_path / "constant.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
-    said, _ = doctor_of(tiny, tmp_path, "--reward.custom-path", str(tmp_path / "constant.py"), "--rollout.ignore-eos", "--actor.lr-warmup-steps", "1")
+    (tmp_path / "constant.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n"
+    )
+    said, _ = doctor_of(
+        tiny,
+        tmp_path,
+        "--reward.custom-path",
+        str(tmp_path / "constant.py"),
+        "--rollout.ignore-eos",
+        "--actor.lr-warmup-steps",
+        "1",
+    )
     assert "problem: steps 0-1, 2 of 2: all 8 groups had equal rewards, each 0.5: nothing was learned this step" in said
     assert "warning: steps 0-1, 2 of 2: 100% of responses hit data.max_response_length=12: raise it" in said
     assert "note: the learning rate is 0 in the first step of the warm-up: normal" in said
@@ -304,10 +569,25 @@ def test_run_with_a_constant_reward_and_cut_responses(tiny, tmp_path):
 
 def test_run_whose_sampler_cuts_and_whose_step_is_one_update(tiny, tmp_path):
     """Two learning signs that look wrong and are normal, beside what is wrong: rollout.top_p below 1."""
-    said, run = doctor_of(tiny, tmp_path, "--rollout.top-p", "0.5", "--rollout.ignore-eos", "--data.val-files", "--actor.ppo-mini-batch-size", "8")
+    said, run = doctor_of(
+        tiny,
+        tmp_path,
+        "--rollout.top-p",
+        "0.5",
+        "--rollout.ignore-eos",
+        "--data.val-files",
+        "--actor.ppo-mini-batch-size",
+        "8",
+    )
     assert all(record["actor/num_updates"] == 1 and record["actor/grad_norm"] > 0 for record in run[:2])
-    assert "problem: steps 0-1, 2 of 2: the sampler and the actor disagree (k3" in said and "rollout.top_p=0.5, top_k=0 cut what the actor does not" in said
-    assert "note: the loss is 0 because the ratio is 1 on a step's only update and the advantages add up to 0: normal" in said
+    assert (
+        "problem: steps 0-1, 2 of 2: the sampler and the actor disagree (k3" in said
+        and "rollout.top_p=0.5, top_k=0 cut what the actor does not" in said
+    )
+    assert (
+        "note: the loss is 0 because the ratio is 1 on a step's only update and the advantages add up to 0: normal"
+        in said
+    )
     assert "note: 100% of responses hit data.max_response_length=12 and rewards still differ: normal" in said
     assert "note: no validation is configured" in said
 
@@ -333,9 +613,21 @@ def test_run_whose_rewards_raise_and_whose_agent_fails(tiny, tmp_path):
     (tmp_path / "ill.py").write_text(ILL)
     (tmp_path / "agents.py").write_text(AGENT)
     said, run = doctor_of(
-        tiny, tmp_path, "--reward.custom-path", str(tmp_path / "ill.py"), "--reward.max-failed-fraction", "1", "--agent.custom-path", f"{tmp_path / 'agents.py'}:fails_sometimes",
-        "--trainer.total-training-steps", "4", "--rollout.max-failed-fraction", "1", "--actor.lr", "1e-3",
-    )  # fmt: skip
+        tiny,
+        tmp_path,
+        "--reward.custom-path",
+        str(tmp_path / "ill.py"),
+        "--reward.max-failed-fraction",
+        "1",
+        "--agent.custom-path",
+        f"{tmp_path / 'agents.py'}:fails_sometimes",
+        "--trainer.total-training-steps",
+        "4",
+        "--rollout.max-failed-fraction",
+        "1",
+        "--actor.lr",
+        "1e-3",
+    )
     errors, lost = ([record.get(name, 0) for record in run] for name in ("reward/error", "rollout/groups_lost"))
     assert sum(lost) == 4 and max(errors) > 0
     assert f"{sum(e > 0 for e in errors)} of 4: " in said and "of the rewards raised and were left out" in said

@@ -1,4 +1,5 @@
 """Records, traces and samples, of made-up trajectories; and that nothing a policy writes reaches a terminal as a command."""
+
 import io
 import math
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from dump import consumed, gather_entropies, pieces, returns, sample_table, samp
 
 def told(t, loss_mask=None, rewards=None):
     t.loss_mask = torch.tensor(t.response_mask if loss_mask is None else loss_mask, dtype=torch.bool)
-    t.token_level_rewards = torch.zeros(len(t.tokens)) if rewards is None else torch.tensor(rewards, dtype=torch.float32)
+    t.token_level_rewards = (
+        torch.zeros(len(t.tokens)) if rewards is None else torch.tensor(rewards, dtype=torch.float32)
+    )
     return t
 
 
@@ -22,35 +25,59 @@ def test_returns_discount_at_sampled_tokens_only():
     t = told(make_trajectory(prompt=2, response=(1, 1, 0, 1)), rewards=[0, 0, 0.5, 0, 0, 1.0])
     assert returns(t, 0.5) == [0, 0, 0.5 + 0.5 * 0.5, 0.5, 1.0, 1.0]
     assert returns(t, 1.0) == [0, 0, 1.5, 1.0, 1.0, 1.0]
-    assert returns(told(t, loss_mask=[0, 0, 1, 1, 0, 0], rewards=[0, 0, 0, 0, 0, 1.0]), 1.0)[2:] == [0, 0, 0, 0], "what is left out of the loss earns nothing"
+    assert returns(told(t, loss_mask=[0, 0, 1, 1, 0, 0], rewards=[0, 0, 0, 0, 0, 1.0]), 1.0)[2:] == [0, 0, 0, 0], (
+        "what is left out of the loss earns nothing"
+    )
 
 
 def test_returns_are_what_reinforce_plus_plus_whitens():
-    group = [make_trajectory(prompt=i + 1, response=response, score=score, session_id=i) for i, (response, score) in enumerate([((1, 1, 0, 1), 1.0), ((1, 0, 1), -0.3)])]
+    group = [
+        make_trajectory(prompt=i + 1, response=response, score=score, session_id=i)
+        for i, (response, score) in enumerate([((1, 1, 0, 1), 1.0), ((1, 0, 1), -0.3)])
+    ]
     cfg = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.9)
     set_loss_mask(group)
     set_token_level_rewards(group, cfg, 0.0)
     compute_advantages(group, cfg)
     values = [torch.tensor(returns(t, 0.9), dtype=torch.float64)[t.loss_mask] for t in group]
     whole, found = torch.cat(values), torch.cat([t.advantages[t.loss_mask] for t in group])
-    assert len(set(whole.tolist())) == 5 and found.tolist() == pytest.approx(((whole - whole.mean()) / whole.std()).tolist(), rel=1e-5)
+    assert len(set(whole.tolist())) == 5 and found.tolist() == pytest.approx(
+        ((whole - whole.mean()) / whole.std()).tolist(), rel=1e-5
+    )
 
 
 def test_consumed_names_every_update_of_several_epochs():
     a, b = make_trajectory(), make_trajectory()  # equal, and not the same
     plans = [([a, b], [[[1]], [[0]]]), ([b], [[[0]], [[]]]), ([b, a], [[[], [1]], [[0], []]])]
-    assert consumed(a, plans) == [{"update": 0, "micro_batch": 0, "rank": 1}, {"update": 2, "micro_batch": 1, "rank": 0}]
+    assert consumed(a, plans) == [
+        {"update": 0, "micro_batch": 0, "rank": 1},
+        {"update": 2, "micro_batch": 1, "rank": 0},
+    ]
     assert consumed(make_trajectory(), plans) == []
 
 
 def test_only_the_first_groups_are_traced():
-    group = [told(make_trajectory(uid=uid, session_id=i, old=[-0.25] * 3, advantages=[0.5] * 3)) for uid in "ab" for i in range(2)]
-    actor = SimpleNamespace(entropies={t.key: torch.ones(6) for t in group[:1] + group[2:]}, plans=[(group, [[[0, 1], [2, 3]]])], version=5)
+    group = [
+        told(make_trajectory(uid=uid, session_id=i, old=[-0.25] * 3, advantages=[0.5] * 3))
+        for uid in "ab"
+        for i in range(2)
+    ]
+    actor = SimpleNamespace(
+        entropies={t.key: torch.ones(6) for t in group[:1] + group[2:]}, plans=[(group, [[[0, 1], [2, 3]]])], version=5
+    )
     tokenizer = SimpleNamespace(decode=lambda tokens: "".join(f"<{token}>" for token in tokens))
     gather_entropies(group, 1, actor)
     trace = list(trace_records(group, 1, actor, tokenizer, 1.0))
-    assert [t["uid"] for t in trace] == ["a", "a"] and trace[0]["pieces"][:2] == ["<10>", "<11>"] and trace[0]["sync_step"] == 5
-    assert trace[0]["entropy"] == [1.0] * 6 and trace[1]["entropy"] is None and trace[0]["old_logprobs"] == [0, 0, 0, -0.25, -0.25, -0.25]
+    assert (
+        [t["uid"] for t in trace] == ["a", "a"]
+        and trace[0]["pieces"][:2] == ["<10>", "<11>"]
+        and trace[0]["sync_step"] == 5
+    )
+    assert (
+        trace[0]["entropy"] == [1.0] * 6
+        and trace[1]["entropy"] is None
+        and trace[0]["old_logprobs"] == [0, 0, 0, -0.25, -0.25, -0.25]
+    )
 
 
 def byte_level():
@@ -91,7 +118,19 @@ def test_table_fits_its_width_and_shows_the_ends_of_texts():
     assert len(one_line("x" * 100, 10)) == 10
 
 
-@pytest.mark.parametrize("text, shown", [("a\x1b[2Jb", "a\\x1b[2Jb"), ("\x9b31m", "\\x9b31m"), ("a\rb\x07", "a\\x0db\\x07"), ("\u202egnp.exe", "\\x202egnp.exe"), ("a\r\nb", "a\nb"), ("👨‍👩‍👧 می‌خواهم \U0001fae8", "👨‍👩‍👧 می‌خواهم \U0001fae8"), ("\ud800", "\\xd800"), ("two\nlines\té 数 🙂", "two\nlines\té 数 🙂")])
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("a\x1b[2Jb", "a\\x1b[2Jb"),
+        ("\x9b31m", "\\x9b31m"),
+        ("a\rb\x07", "a\\x0db\\x07"),
+        ("\u202egnp.exe", "\\x202egnp.exe"),
+        ("a\r\nb", "a\nb"),
+        ("👨‍👩‍👧 می‌خواهم \U0001fae8", "👨‍👩‍👧 می‌خواهم \U0001fae8"),
+        ("\ud800", "\\xd800"),
+        ("two\nlines\té 数 🙂", "two\nlines\té 数 🙂"),
+    ],
+)
 def test_what_a_terminal_would_obey_is_spelt_out(text, shown):
     assert printable(text) == shown
 
@@ -113,7 +152,14 @@ def test_traceback_keeps_its_head_and_what_the_error_says():
     assert "ExceptionGroup: many (100 sub-exceptions)" in "".join(group) and len(group) < 50
 
 
-@pytest.mark.parametrize("length, shown", [(1000, "y" * 1000), (1001, "y" * 500 + " [... 1 characters left out ...] " + "y" * 500), (10**6, "y" * 500 + " [... 999000 characters left out ...] " + "y" * 500)])
+@pytest.mark.parametrize(
+    "length, shown",
+    [
+        (1000, "y" * 1000),
+        (1001, "y" * 500 + " [... 1 characters left out ...] " + "y" * 500),
+        (10**6, "y" * 500 + " [... 999000 characters left out ...] " + "y" * 500),
+    ],
+)
 def test_long_line_of_a_traceback_loses_its_middle(length, shown):
     name = type("y" * length, (Exception,), {"__module__": "builtins"})
     assert told_of(name())[-1] == shown

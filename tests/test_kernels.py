@@ -1,4 +1,5 @@
 """The Triton kernels in Triton's interpreter, against the same in torch and plain attention; what they serve: the LM head, and sampling."""
+
 import os
 import subprocess
 import sys
@@ -121,7 +122,13 @@ assert torch.isin(tokens, some).all() and len(tokens.unique()) == 4
 
 def test_triton_kernels_compute_what_torch_does():
     """In a process of its own: the interpreter is chosen before Triton is imported."""
-    done = subprocess.run([sys.executable, "-c", INTERPRETED.format(root=str(ROOT))], capture_output=True, text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED.format(root=str(ROOT))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -179,7 +186,12 @@ def test_sampled_tokens_follow_their_probabilities():
     for temperature in (1.0, 0.7):
         p, counts = (logits[0] / temperature).softmax(-1), torch.zeros(5000)
         for position in range(25):
-            tokens, logprobs = sample_tokens(logits.expand(2000, -1), torch.full((2000,), temperature), torch.randint(0, 2**62, (2000,)), torch.full((2000,), position))
+            tokens, logprobs = sample_tokens(
+                logits.expand(2000, -1),
+                torch.full((2000,), temperature),
+                torch.randint(0, 2**62, (2000,)),
+                torch.full((2000,), position),
+            )
             counts += torch.bincount(tokens, minlength=5000)
             torch.testing.assert_close(logprobs, p.log()[tokens], rtol=1e-5, atol=1e-5)
         often = p * 50000 > 5
@@ -211,7 +223,11 @@ def test_temperature_0_takes_the_likeliest_token():
 def test_random_numbers_are_even_and_unrelated():
     """Of neighbouring seeds and positions too: 16 bins of each, and of sums of two."""
     seeds, positions = torch.arange(40000), torch.arange(40000)
-    for numbers in (uniform(seeds, positions * 0), uniform(seeds * 0 + 12345, positions), (uniform(seeds, positions) + uniform(seeds + 1, positions)) % 1):
+    for numbers in (
+        uniform(seeds, positions * 0),
+        uniform(seeds * 0 + 12345, positions),
+        (uniform(seeds, positions) + uniform(seeds + 1, positions)) % 1,
+    ):
         assert 0 <= numbers.min() and numbers.max() < 1
         counts = np.histogram(numbers.numpy(), 16, (0, 1))[0]
         assert ((counts - 2500) ** 2 / 2500).sum() < 45, "15 degrees of freedom: one in 10,000"
@@ -221,10 +237,21 @@ class TheirSampler:
     """What `lean_sampler` needs of vLLM's: the requests' parameters, and the way to sample that it leaves to vLLM."""
 
     def __init__(self, **states):
-        rows = {"top_k": np.full(4, 50), "top_p": np.ones(4), "min_p": np.zeros(4), "num_logprobs": np.zeros(4), **states}
+        rows = {
+            "top_k": np.full(4, 50),
+            "top_p": np.ones(4),
+            "min_p": np.zeros(4),
+            "num_logprobs": np.zeros(4),
+            **states,
+        }
         tables = {name: SimpleNamespace(np=rows[name]) for name in ("top_k", "top_p", "min_p")}
-        self.sampling_states = SimpleNamespace(vocab_size=50, max_num_reqs=4, num_logprobs=rows["num_logprobs"], **tables)
-        self.sampling_states.temperature, self.sampling_states.seeds = SimpleNamespace(gpu=torch.full((4,), -1.0)), SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int64))
+        self.sampling_states = SimpleNamespace(
+            vocab_size=50, max_num_reqs=4, num_logprobs=rows["num_logprobs"], **tables
+        )
+        self.sampling_states.temperature, self.sampling_states.seeds = (
+            SimpleNamespace(gpu=torch.full((4,), -1.0)),
+            SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int64)),
+        )
         self.req_states = SimpleNamespace(prefill_len=SimpleNamespace(gpu="prompts"))
         self.copies = 0
 
@@ -240,12 +267,31 @@ class TheirSampler:
 
 
 def requests_1_and_2(prefilling=False):
-    return SimpleNamespace(idx_mapping_np=np.array([1, 2]), idx_mapping="rows", expanded_idx_mapping=torch.tensor([1, 2]), num_reqs=2, positions=torch.arange(9), logits_indices=torch.tensor([4, 0]),
-                           is_prefilling_np=np.array([False, prefilling]), seq_lens="lengths", cu_num_logits="logits")  # fmt: skip
+    return SimpleNamespace(
+        idx_mapping_np=np.array([1, 2]),
+        idx_mapping="rows",
+        expanded_idx_mapping=torch.tensor([1, 2]),
+        num_reqs=2,
+        positions=torch.arange(9),
+        logits_indices=torch.tensor([4, 0]),
+        is_prefilling_np=np.array([False, prefilling]),
+        seq_lens="lengths",
+        cu_num_logits="logits",
+    )
 
 
-@pytest.mark.parametrize("states, rows, ours", [({}, 2, True), ({"top_k": np.array([50, 9, 50, 50])}, 2, False), ({"top_p": np.array([1, 1, 0.9, 1])}, 2, False), ({"min_p": np.array([0, 0, 0.1, 0])}, 2, False),
-                                                ({"top_p": np.array([0.9, 1, 1, 1])}, 2, True), ({"num_logprobs": np.array([0, 3, 0, 0])}, 2, False), ({}, 3, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "states, rows, ours",
+    [
+        ({}, 2, True),
+        ({"top_k": np.array([50, 9, 50, 50])}, 2, False),
+        ({"top_p": np.array([1, 1, 0.9, 1])}, 2, False),
+        ({"min_p": np.array([0, 0, 0.1, 0])}, 2, False),
+        ({"top_p": np.array([0.9, 1, 1, 1])}, 2, True),
+        ({"num_logprobs": np.array([0, 3, 0, 0])}, 2, False),
+        ({}, 3, False),
+    ],
+)
 def test_vllm_samples_what_is_cut_or_has_more_to_tell(monkeypatch, states, rows, ours):
     """Of requests 1 and 2, whatever the others ask for; and where rows are no requests."""
     monkeypatch.setattr(decoding, "sample_tokens", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
@@ -280,7 +326,9 @@ def test_lean_sampler_hands_back_what_vllms_would(monkeypatch, prefilling):
     import vllm.v1.worker.gpu.input_batch as theirs
 
     calls = []
-    monkeypatch.setattr(theirs, "get_num_sampled_and_rejected", lambda ones, *args: calls.append(args) or (ones.zero_(), "rejected"))
+    monkeypatch.setattr(
+        theirs, "get_num_sampled_and_rejected", lambda ones, *args: calls.append(args) or (ones.zero_(), "rejected")
+    )
     lean = TheirSampler()
     decoding.lean_sampler(lean)
     lean.apply_staged_writes()
@@ -290,8 +338,12 @@ def test_lean_sampler_hands_back_what_vllms_would(monkeypatch, prefilling):
     for _ in range(2):
         out = lean(logits, requests_1_and_2(prefilling))
         tokens, logprobs = sample_tokens(logits, torch.tensor([0.0, 0.7]), torch.tensor([8, 9]), torch.tensor([4, 0]))
-        assert torch.equal(out.sampled_token_ids, tokens[:, None]) and torch.equal(out.logprobs_tensors.logprob_token_ids, tokens[:, None])
-        assert torch.equal(out.logprobs_tensors.logprobs, logprobs[:, None]) and out.logprobs_tensors.selected_token_ranks.tolist() == [0, 0]
+        assert torch.equal(out.sampled_token_ids, tokens[:, None]) and torch.equal(
+            out.logprobs_tensors.logprob_token_ids, tokens[:, None]
+        )
+        assert torch.equal(
+            out.logprobs_tensors.logprobs, logprobs[:, None]
+        ) and out.logprobs_tensors.selected_token_ranks.tolist() == [0, 0]
         assert out.num_sampled.dtype == torch.int32 and out.num_sampled.tolist() == ([0, 0] if prefilling else [1, 1])
         assert out.num_rejected == "rejected" if prefilling else out.num_rejected.tolist() == [0, 0]
     assert calls == [("lengths", "logits", "rows", "prompts")] * 2 * prefilling and lean.ones.tolist() == [1] * 4
@@ -300,7 +352,14 @@ def test_lean_sampler_hands_back_what_vllms_would(monkeypatch, prefilling):
 class TheirAttention:
     """vLLM's FlashAttentionImpl, as far as what replaces it looks."""
 
-    sliding_window, alibi_slopes, logits_soft_cap, sinks, kv_cache_dtype, attn_type = (-1, -1), None, 0, None, "auto", "decoder"
+    sliding_window, alibi_slopes, logits_soft_cap, sinks, kv_cache_dtype, attn_type = (
+        (-1, -1),
+        None,
+        0,
+        None,
+        "auto",
+        "decoder",
+    )
     head_size, num_heads, num_kv_heads, scale = 128, 16, 8, 0.5
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
@@ -308,18 +367,45 @@ class TheirAttention:
 
 
 LENGTHS = [9] * 128
-DECODING = SimpleNamespace(max_query_len=1, use_cascade=False, causal=True, num_actual_tokens=128, block_table="table", seq_lens=LENGTHS)
+DECODING = SimpleNamespace(
+    max_query_len=1, use_cascade=False, causal=True, num_actual_tokens=128, block_table="table", seq_lens=LENGTHS
+)
 
 
-@pytest.mark.parametrize("impl, metadata", [
-    ({}, {}), ({"sliding_window": (511, 0)}, {}), ({"alibi_slopes": [1.0]}, {}), ({"logits_soft_cap": 30.0}, {}), ({"sinks": [1.0]}, {}), ({"kv_cache_dtype": "fp8"}, {}),
-    ({"attn_type": "encoder"}, {}), ({"head_size": 80}, {}), ({"num_heads": 136}, {}), ({}, {"max_query_len": 2}), ({}, {"use_cascade": True}), ({}, {"causal": False}), ({}, {"num_actual_tokens": 127}), ({}, {"seq_lens": LENGTHS[1:]}), ({}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "impl, metadata",
+    [
+        ({}, {}),
+        ({"sliding_window": (511, 0)}, {}),
+        ({"alibi_slopes": [1.0]}, {}),
+        ({"logits_soft_cap": 30.0}, {}),
+        ({"sinks": [1.0]}, {}),
+        ({"kv_cache_dtype": "fp8"}, {}),
+        ({"attn_type": "encoder"}, {}),
+        ({"head_size": 80}, {}),
+        ({"num_heads": 136}, {}),
+        ({}, {"max_query_len": 2}),
+        ({}, {"use_cascade": True}),
+        ({}, {"causal": False}),
+        ({}, {"num_actual_tokens": 127}),
+        ({}, {"seq_lens": LENGTHS[1:]}),
+        ({}, None),
+    ],
+)
 def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, metadata):
     attention = type("FlashAttentionImpl", (TheirAttention,), {"forward": TheirAttention.forward})
     calls, plans = [], []
-    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.flash_attn", SimpleNamespace(FlashAttentionImpl=attention))
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(decode_attention=lambda *args: calls.append(args), find_shared=lambda *args: plans.append(args) or (len(plans), "led", args[0])))
+    monkeypatch.setitem(
+        sys.modules, "vllm.v1.attention.backends.flash_attn", SimpleNamespace(FlashAttentionImpl=attention)
+    )
+    monkeypatch.setitem(
+        sys.modules,
+        "kernels",
+        SimpleNamespace(
+            decode_attention=lambda *args: calls.append(args),
+            find_shared=lambda *args: plans.append(args) or (len(plans), "led", args[0]),
+        ),
+    )
     for _ in range(2):  # a second engine of the process finds it done
         decoding.use_decode_kernel()
     layer, output, query = attention(), torch.zeros(130, 16, 128), torch.ones(130, 16, 128)
@@ -329,12 +415,26 @@ def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, 
     if impl or metadata or metadata is None:
         assert answer == "vLLM's" and not calls
     else:
-        assert answer is output and len(calls) == 1 and calls[0][2:] == ("cache", "table", LENGTHS, 0.5, (1, "led", calls[0][1]))
-        assert [len(x) for x in calls[0][:2]] == [128, 128] and calls[0][0].data_ptr() == output.data_ptr() and calls[0][1].data_ptr() == query.data_ptr()
-        layer.forward(None, query, None, None, "another cache", given, output)  # the next layer of the same forward pass
-        layer.forward(None, query, None, None, "cache", SimpleNamespace(**{**vars(DECODING), **metadata}), output)  # the first of the next
+        assert (
+            answer is output
+            and len(calls) == 1
+            and calls[0][2:] == ("cache", "table", LENGTHS, 0.5, (1, "led", calls[0][1]))
+        )
+        assert (
+            [len(x) for x in calls[0][:2]] == [128, 128]
+            and calls[0][0].data_ptr() == output.data_ptr()
+            and calls[0][1].data_ptr() == query.data_ptr()
+        )
+        layer.forward(
+            None, query, None, None, "another cache", given, output
+        )  # the next layer of the same forward pass
+        layer.forward(
+            None, query, None, None, "cache", SimpleNamespace(**{**vars(DECODING), **metadata}), output
+        )  # the first of the next
         assert [call[-1][0] for call in calls] == [1, 1, 2], "found once a forward pass"
-        layer.forward(None, query[:, :8], None, None, "cache", given, output)  # one of fewer heads, which vLLM may count to the same group
+        layer.forward(
+            None, query[:, :8], None, None, "cache", given, output
+        )  # one of fewer heads, which vLLM may count to the same group
         assert calls[-1][-1][0] == 3
         assert len(plans[0][0]) == 128 and plans[0][1:] == ("cache", "table", LENGTHS)
 

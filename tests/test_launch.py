@@ -1,4 +1,5 @@
 """Ranks as processes: one that fails ends all, with its own error; SIGTERM lets the step end; nothing outlives its launcher."""
+
 import signal
 import subprocess
 import time
@@ -34,11 +35,21 @@ def test_failure_of_one_rank_ends_both_with_its_traceback(tiny, tmp_path, place,
     script = tmp_path / "breaks.py"
     script.write_text(BREAKS.format(root=str(ROOT)))
     env = {"BREAKS_IN": place, "BREAKS_ON": str(rank), "BROKE_AT": str(tmp_path / "time")}
-    result = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--checkpoint.save-freq", "1"), 2, script=script, env=env, accelerate=True)
+    result = launch(
+        flags(tiny, "--log.default-local-dir", str(tmp_path), "--checkpoint.save-freq", "1"),
+        2,
+        script=script,
+        env=env,
+        accelerate=True,
+    )
     took = time.time() - float((tmp_path / "time").read_text())
     assert result.returncode != 0 and took < 15
     assert f"ArithmeticError: broken {place}" in result.stderr
-    tracebacks = [part for part in result.stderr.split("Traceback (most recent call last):") if "elastic" not in part and "accelerate/commands" not in part]
+    tracebacks = [
+        part
+        for part in result.stderr.split("Traceback (most recent call last):")
+        if "elastic" not in part and "accelerate/commands" not in part
+    ]
     assert f"broken {place}" in tracebacks[-1]
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
 
@@ -46,7 +57,12 @@ def test_failure_of_one_rank_ends_both_with_its_traceback(tiny, tmp_path, place,
 def start(tiny, tmp_path, processes, *more):
     """A run that would take minutes, once it has done a step or two."""
     args = flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", "2000", *more)
-    process = subprocess.Popen(launch_command(args, processes), env=launch_environment(), stdout=open(tmp_path / "out", "w"), stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        launch_command(args, processes),
+        env=launch_environment(),
+        stdout=open(tmp_path / "out", "w"),
+        stderr=subprocess.STDOUT,
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.time() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 1):
@@ -57,7 +73,13 @@ def start(tiny, tmp_path, processes, *more):
 
 def ranks(tmp_path):
     """Processes of this run that train: not launchers, which name train.py as an argument to something else."""
-    return [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or []) and "torch.distributed.run" not in p.info["cmdline"] and "launch" not in p.info["cmdline"]]
+    return [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in (p.info["cmdline"] or [])
+        and "torch.distributed.run" not in p.info["cmdline"]
+        and "launch" not in p.info["cmdline"]
+    ]
 
 
 def wait_until_gone(tmp_path, seconds):
@@ -82,7 +104,10 @@ def test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there(tiny, tmp_path):
     ranks(tmp_path)[0].send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     steps = len(read_metrics(tmp_path / "run"))
-    result = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", str(steps + 1)), accelerate=True)
+    result = launch(
+        flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", str(steps + 1)),
+        accelerate=True,
+    )
     assert result.returncode == 0 and f"step-{steps:06d}" in result.stdout
     assert [m["step"] for m in read_metrics(tmp_path / "run")] == list(range(steps + 2))
 
@@ -117,5 +142,7 @@ def main():
 launch.run(main)
 """)
     result = launch([], processes, script=script, accelerate=True)
-    assert result.returncode != 0 and "no number: \\x1b]0;title\\x07" in result.stderr and "'4\\x1b[2J'" in result.stderr
+    assert (
+        result.returncode != 0 and "no number: \\x1b]0;title\\x07" in result.stderr and "'4\\x1b[2J'" in result.stderr
+    )
     assert not {"\x1b[2J", "\x1b]0", "\x07"} & {word for word in ("\x1b[2J", "\x1b]0", "\x07") if word in result.stderr}

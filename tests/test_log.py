@@ -1,4 +1,5 @@
 """What a run leaves on disk and on the console."""
+
 import json
 import math
 from dataclasses import replace
@@ -28,9 +29,23 @@ def test_numbers_that_json_lacks_are_null(log, tmp_path):
 
 
 def test_dump_is_json_whatever_a_row_and_its_reward_hold(log, tmp_path):
-    log.dump("000000", [Trajectory(Task("1", "exact", {"numbers": (1, math.nan), 2: {3}}), tokens=[1], response_mask=[1], score_parts={"x": -math.inf})])
+    log.dump(
+        "000000",
+        [
+            Trajectory(
+                Task("1", "exact", {"numbers": (1, math.nan), 2: {3}}),
+                tokens=[1],
+                response_mask=[1],
+                score_parts={"x": -math.inf},
+            )
+        ],
+    )
     record = strict((tmp_path / "rollouts" / "000000.jsonl").read_text())
-    assert record["score"] is None and record["score_parts"] == {"x": None} and record["ground_truth"] == {"numbers": [1, None], "2": "{3}"}
+    assert (
+        record["score"] is None
+        and record["score_parts"] == {"x": None}
+        and record["ground_truth"] == {"numbers": [1, None], "2": "{3}"}
+    )
 
 
 def test_console_shows_validation_means_only(log, capsys):
@@ -42,12 +57,18 @@ def test_console_shows_validation_means_only(log, capsys):
 
 
 def test_failed_sessions_are_kept_with_their_tracebacks(log, tmp_path, capsys):
-    groups = [SimpleNamespace(task=Task("", "exact", 0, index=7), index=1, errors=["Traceback:\nKeyError: 'x'\n", "late\n"]), SimpleNamespace(task=Task("", "exact", 0), index=2, errors=[])]
+    groups = [
+        SimpleNamespace(task=Task("", "exact", 0, index=7), index=1, errors=["Traceback:\nKeyError: 'x'\n", "late\n"]),
+        SimpleNamespace(task=Task("", "exact", 0), index=2, errors=[]),
+    ]
     log.failures("000003", groups[1:])
     assert not (tmp_path / "rollouts").exists()
     log.failures("000003", groups)
     records = [strict(line) for line in (tmp_path / "rollouts" / "000003.failed.jsonl").read_text().splitlines()]
-    assert [(r["row"], r["place"], r["error"]) for r in records] == [(7, 1, "Traceback:\nKeyError: 'x'\n"), (7, 1, "late\n")]
+    assert [(r["row"], r["place"], r["error"]) for r in records] == [
+        (7, 1, "Traceback:\nKeyError: 'x'\n"),
+        (7, 1, "late\n"),
+    ]
     Logger(LogConfig(), tmp_path, 0, (3, 4), {}, None)  # resumed: step 3 is done again
     assert not list((tmp_path / "rollouts").iterdir())
     assert "2 sessions of 1 groups failed" in (line := capsys.readouterr().out) and "KeyError: 'x'" in line
@@ -57,7 +78,9 @@ def test_failed_sessions_are_kept_with_their_tracebacks(log, tmp_path, capsys):
 def test_validation_alone_has_its_own_folder_and_wandb_run(cfg, tmp_path, monkeypatch, val_only, wandb_id):
     seen = []
     monkeypatch.setattr("log.Trackers", lambda *args: seen.append(args))
-    cfg = replace(cfg, log=replace(cfg.log, default_local_dir=str(tmp_path)), trainer=replace(cfg.trainer, val_only=val_only))
+    cfg = replace(
+        cfg, log=replace(cfg.log, default_local_dir=str(tmp_path)), trainer=replace(cfg.trainer, val_only=val_only)
+    )
     start_log(cfg, 0, tmp_path / "checkpoint", {"step": 1, "wandb_id": "abc"}, 1)
     assert seen[0][1] == tmp_path / "run" / ("val-only" if val_only else "") and seen[0][4] == wandb_id
 
@@ -65,8 +88,14 @@ def test_validation_alone_has_its_own_folder_and_wandb_run(cfg, tmp_path, monkey
 def test_memory_of_a_phase_that_runs_twice_is_that_of_its_fuller_run(log, monkeypatch):
     """Torch's peak in the phase and what else the card holds, without what torch keeps idle: a refill of the sampling is the smaller run."""
     gib, peaks = 2**30, iter([30, 20, 25])
-    fakes = {"is_available": lambda: True, "synchronize": lambda: None, "reset_peak_memory_stats": lambda: None, "mem_get_info": lambda: (100 * gib, 140 * gib),
-             "memory_reserved": lambda: 35 * gib, "max_memory_allocated": lambda: next(peaks) * gib}  # fmt: skip
+    fakes = {
+        "is_available": lambda: True,
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "mem_get_info": lambda: (100 * gib, 140 * gib),
+        "memory_reserved": lambda: 35 * gib,
+        "max_memory_allocated": lambda: next(peaks) * gib,
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
     for phase in ("gen", "gen", "adv"):

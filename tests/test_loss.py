@@ -37,9 +37,17 @@ KNOBS = {"loss_scale_factor": 7.0, "clip_ratio_high": 0.28}
 def golden_batch():
     """The golden rows, packed, their logprobs [T] as a leaf in float64, and the mini-batch's totals."""
     rows = enumerate(zip(POLICY["mask"], POLICY["old_logprobs"], POLICY["advantage_per_row"]))
-    trajectories = [make_trajectory(prompt=i + 1, response=mask, session_id=i, old=old, ref=old, advantages=[a] * 4) for i, (mask, old, a) in rows]
+    trajectories = [
+        make_trajectory(prompt=i + 1, response=mask, session_id=i, old=old, ref=old, advantages=[a] * 4)
+        for i, (mask, old, a) in rows
+    ]
     set_loss_mask(trajectories)
-    logprobs = torch.cat([torch.tensor([0.0] * t.prompt_length + row, dtype=torch.float64) for t, row in zip(trajectories, POLICY["logprobs"])])
+    logprobs = torch.cat(
+        [
+            torch.tensor([0.0] * t.prompt_length + row, dtype=torch.float64)
+            for t, row in zip(trajectories, POLICY["logprobs"])
+        ]
+    )
     return collate(trajectories), logprobs.requires_grad_(), count_totals(trajectories)
 
 
@@ -51,7 +59,10 @@ def loss_and_grad_norm(cfg, batch, logprobs, totals):
 
 
 def test_golden_lr_factor():
-    (name, expected), cfg = next(iter(GOLDEN["lr_factor"].items())), ActorConfig(lr_scheduler_type="cosine", lr_warmup_steps=2, min_lr_ratio=0.1)
+    (name, expected), cfg = (
+        next(iter(GOLDEN["lr_factor"].items())),
+        ActorConfig(lr_scheduler_type="cosine", lr_warmup_steps=2, min_lr_ratio=0.1),
+    )
     assert name.startswith("cosine, warmup 2 of 10, min_lr_ratio 0.1")
     assert [lr_factor(step, 10, cfg) for step in range(11)] == pytest.approx(expected, abs=1e-6)
 
@@ -79,7 +90,9 @@ def random_mini_batch(seed=0, size=11):
     def near(x):
         return (x.double() + 0.3 * torch.randn(len(x), generator=generator)).requires_grad_()
 
-    return trajectories, [(near(t.old_logprobs), near(t.old_logprobs.abs())) for t in trajectories]  # leaves: logprobs [L], entropy [L]
+    return trajectories, [
+        (near(t.old_logprobs), near(t.old_logprobs.abs())) for t in trajectories
+    ]  # leaves: logprobs [L], entropy [L]
 
 
 def backward(trajectories, leaves, cuts, cfg):
@@ -129,7 +142,15 @@ COMBINATIONS = list(itertools.product(AGGREGATIONS, (False, True), (0.0, 0.01), 
 
 
 def combination(aggregation, kl, entropy, correction, mode="vanilla"):
-    return LossConfig(loss_mode=mode, loss_agg_mode=aggregation, use_kl_loss=kl, kl_loss_coef=0.1, entropy_coeff=entropy, rollout_is=correction, **KNOBS)
+    return LossConfig(
+        loss_mode=mode,
+        loss_agg_mode=aggregation,
+        use_kl_loss=kl,
+        kl_loss_coef=0.1,
+        entropy_coeff=entropy,
+        rollout_is=correction,
+        **KNOBS,
+    )
 
 
 @pytest.mark.parametrize("knobs", COMBINATIONS)
@@ -139,7 +160,12 @@ def test_the_whole_mini_batch_is_by_the_book(knobs):
     loss, grads, metrics = backward(trajectories, leaves, [range(len(trajectories))], cfg)
     expected = by_the_book(trajectories, leaves, cfg)
     flat = [x for pair in leaves for x in pair]
-    expected_grads = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(flat, torch.autograd.grad(expected, flat, allow_unused=True))])
+    expected_grads = torch.cat(
+        [
+            torch.zeros_like(x) if g is None else g
+            for x, g in zip(flat, torch.autograd.grad(expected, flat, allow_unused=True))
+        ]
+    )
     assert loss == pytest.approx(expected.item(), rel=1e-5) == metrics["actor/loss"]
     assert torch.allclose(grads, expected_grads, rtol=1e-5, atol=1e-8)
 
@@ -158,7 +184,12 @@ def test_an_unscorable_trajectory_is_as_good_as_absent(aggregation):
 
 
 def test_count_totals():
-    trajectories = [make_trajectory(response=(1, 0, 1)), make_trajectory(score=NAN), make_trajectory(response=(1,), score=0.0), make_trajectory(response=())]
+    trajectories = [
+        make_trajectory(response=(1, 0, 1)),
+        make_trajectory(score=NAN),
+        make_trajectory(response=(1,), score=0.0),
+        make_trajectory(response=()),
+    ]
     set_loss_mask(trajectories)
     assert count_totals(trajectories) == Totals(tokens=3, seqs=2)
 
@@ -168,7 +199,13 @@ def test_a_mini_batch_without_a_token_adds_nothing():
     set_loss_mask(trajectories)
     logprobs = torch.randn(6, requires_grad=True)
     for aggregation in AGGREGATIONS:
-        loss, metrics = policy_loss(collate(trajectories), logprobs, torch.zeros(6), LossConfig(loss_agg_mode=aggregation, **KNOBS), count_totals(trajectories))
+        loss, metrics = policy_loss(
+            collate(trajectories),
+            logprobs,
+            torch.zeros(6),
+            LossConfig(loss_agg_mode=aggregation, **KNOBS),
+            count_totals(trajectories),
+        )
         assert loss.item() == 0 and (torch.autograd.grad(loss, logprobs)[0] == 0).all()
         assert all(math.isfinite(float(x)) for pair in metrics.values() for x in pair)
 
@@ -179,7 +216,10 @@ def test_a_mini_batch_without_a_token_adds_nothing():
 def test_log_ratio_is_zero_at_masked_positions_whatever_they_hold():
     x = torch.tensor([NAN, INF, -INF, -1.0, -1.0], requires_grad=True)
     mask = torch.tensor([False, False, False, False, True])
-    for first, second, slope in [(x, torch.tensor([0.0, INF, 0.0, NAN, -1.5]), 1.0), (torch.tensor([0.0, INF, 0.0, NAN, -0.5]), x, -1.0)]:
+    for first, second, slope in [
+        (x, torch.tensor([0.0, INF, 0.0, NAN, -1.5]), 1.0),
+        (torch.tensor([0.0, INF, 0.0, NAN, -0.5]), x, -1.0),
+    ]:
         ratio = log_ratio(first, second, mask)
         assert ratio.tolist() == [0, 0, 0, 0, 0.5]
         assert torch.autograd.grad(ratio.sum(), x)[0].tolist() == [0, 0, 0, 0, slope]
@@ -193,8 +233,14 @@ def one_token_losses(ratios, advantages, **knobs):
     old = torch.full((len(ratios),), -1.5, dtype=torch.float64)
     logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     mask, seq_ids = torch.ones(len(ratios), dtype=torch.bool), torch.zeros(len(ratios), dtype=torch.int64)
-    loss, metrics = LOSSES["vanilla"](logprobs, old, torch.tensor(advantages, dtype=torch.float64), mask, seq_ids, LossConfig(**knobs))
-    return loss.tolist(), torch.autograd.grad(loss.sum(), logprobs)[0].tolist(), {name: value.tolist() for name, value in metrics.items()}
+    loss, metrics = LOSSES["vanilla"](
+        logprobs, old, torch.tensor(advantages, dtype=torch.float64), mask, seq_ids, LossConfig(**knobs)
+    )
+    return (
+        loss.tolist(),
+        torch.autograd.grad(loss.sum(), logprobs)[0].tolist(),
+        {name: value.tolist() for name, value in metrics.items()},
+    )
 
 
 def test_clipping_is_asymmetric_and_one_sided():
@@ -214,7 +260,9 @@ def test_clip_ratio_is_used_for_a_side_without_its_own():
 
 
 def test_dual_clip_bounds_negative_advantages_only():
-    loss, grad, metrics = one_token_losses([2.9, 3.1, 50.0, 50.0, 0.01], [-2.0, -2.0, -2.0, 2.0, 2.0], clip_ratio_c=3.0, clip_ratio=0.2)
+    loss, grad, metrics = one_token_losses(
+        [2.9, 3.1, 50.0, 50.0, 0.01], [-2.0, -2.0, -2.0, 2.0, 2.0], clip_ratio_c=3.0, clip_ratio=0.2
+    )
     assert loss == pytest.approx([5.8, 6.0, 6.0, -2.4, -0.02])
     assert grad == pytest.approx([5.8, 0, 0, 0, -0.02])
     assert metrics["actor/pg_clipfrac_lower"] == [False, True, True, False, False]
@@ -223,7 +271,9 @@ def test_dual_clip_bounds_negative_advantages_only():
 @pytest.mark.parametrize("gap", [25.0, -25.0, 1000.0])
 def test_a_wild_ratio_stays_finite(gap):
     mask, seq_ids = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
-    _, metrics = LOSSES["vanilla"](torch.tensor([gap]), torch.tensor([0.0]), torch.tensor([1.0]), mask, seq_ids, LossConfig())
+    _, metrics = LOSSES["vanilla"](
+        torch.tensor([gap]), torch.tensor([0.0]), torch.tensor([1.0]), mask, seq_ids, LossConfig()
+    )
     assert float(metrics["actor/ratio"]) == pytest.approx(math.exp(20 if gap > 0 else -20), rel=1e-5)
 
 
@@ -232,14 +282,18 @@ def test_at_ratio_one_the_gradient_is_the_advantage():
     logprobs, batch, totals = torch.cat([lp for lp, _ in leaves]), collate(trajectories), count_totals(trajectories)
     loss, _ = policy_loss(replace(batch, old_logprobs=None), logprobs, torch.zeros_like(logprobs), LossConfig(), totals)
     (grad,) = torch.autograd.grad(loss, logprobs)
-    assert torch.allclose(grad, torch.where(batch.loss_mask, -batch.advantages / totals.tokens, 0.0).double(), rtol=1e-5)
+    assert torch.allclose(
+        grad, torch.where(batch.loss_mask, -batch.advantages / totals.tokens, 0.0).double(), rtol=1e-5
+    )
 
 
 def test_entropy_bonus_lowers_the_loss():
     trajectories, leaves = random_mini_batch()
     logprobs, entropy = (torch.cat([pair[k] for pair in leaves]) for k in (0, 1))
     batch, totals = collate(trajectories), count_totals(trajectories)
-    without, with_bonus = (policy_loss(batch, logprobs, entropy, LossConfig(entropy_coeff=c), totals)[0] for c in (0.0, 0.5))
+    without, with_bonus = (
+        policy_loss(batch, logprobs, entropy, LossConfig(entropy_coeff=c), totals)[0] for c in (0.0, 0.5)
+    )
     mean = entropy[batch.loss_mask].mean()
     assert (with_bonus - without).item() == pytest.approx(-0.5 * mean.item(), rel=1e-5)
 
@@ -254,7 +308,10 @@ def test_metrics_are_what_their_names_say():
     assert metrics["actor/entropy"] == pytest.approx(float(entropy[mask].mean()), rel=1e-5)
     assert metrics["actor/ppo_kl"] == pytest.approx(float((batch.old_logprobs - logprobs)[mask].mean()), rel=1e-5)
     without = replace(cfg, use_kl_loss=False, entropy_coeff=0.0)
-    pg, kl = (by_the_book(trajectories, leaves, c).item() for c in (without, replace(without, use_kl_loss=True, kl_loss_coef=1.0)))
+    pg, kl = (
+        by_the_book(trajectories, leaves, c).item()
+        for c in (without, replace(without, use_kl_loss=True, kl_loss_coef=1.0))
+    )
     assert metrics["actor/pg_loss"] == pytest.approx(pg, rel=1e-5)
     assert metrics["actor/kl_loss"] == pytest.approx(kl - pg, rel=1e-4), "without its coefficient"
 
@@ -267,8 +324,19 @@ def by_hand(mode, probs, old_probs, advantages, seq_ids=None, mask=None, **knobs
     logprobs, old, a = (torch.tensor(x, dtype=torch.float64) for x in (probs, old_probs, advantages))
     logprobs, old = logprobs.log().requires_grad_(), old.log()
     mask = torch.tensor(mask or [True] * len(probs))
-    loss, metrics = LOSSES[mode](logprobs, old, a, mask, torch.tensor(seq_ids or [0] * len(probs)), LossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, **knobs))
-    return loss.tolist(), torch.autograd.grad(loss.sum(), logprobs)[0].tolist(), metrics["actor/pg_clipfrac"].tolist() if "actor/pg_clipfrac" in metrics else None
+    loss, metrics = LOSSES[mode](
+        logprobs,
+        old,
+        a,
+        mask,
+        torch.tensor(seq_ids or [0] * len(probs)),
+        LossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, **knobs),
+    )
+    return (
+        loss.tolist(),
+        torch.autograd.grad(loss.sum(), logprobs)[0].tolist(),
+        metrics["actor/pg_clipfrac"].tolist() if "actor/pg_clipfrac" in metrics else None,
+    )
 
 
 def sigmoid(x):
@@ -277,7 +345,9 @@ def sigmoid(x):
 
 def test_gspo_by_hand():
     """Ratios 2 and 1/2 of one sequence: its own is 1, unclipped, though each token's would be; 2 and 2 are clipped for A > 0 alone."""
-    loss, grad, clipped = by_hand("gspo", [0.4, 0.2, 0.4, 0.4, 0.4], [0.2, 0.4, 0.2, 0.2, 0.2], [1.0, 1.0, 1.0, 1.0, -1.0], [0, 0, 1, 1, 2])
+    loss, grad, clipped = by_hand(
+        "gspo", [0.4, 0.2, 0.4, 0.4, 0.4], [0.2, 0.4, 0.2, 0.2, 0.2], [1.0, 1.0, 1.0, 1.0, -1.0], [0, 0, 1, 1, 2]
+    )
     assert loss == pytest.approx([-1, -1, -1.28, -1.28, 2])
     assert grad == pytest.approx([-1, -1, 0, 0, 2])
     assert clipped == [False, False, True, True, False]
@@ -308,7 +378,9 @@ def test_geo_mean_by_hand():
     """Log-ratios 0.5 and -0.4: for A > 0 the first is clipped to 0.28, for A < 0 the second to -0.2; a masked token takes no part."""
     old = [0.1] * 5
     probs = [0.1 * math.exp(x) for x in (0.5, -0.4, 0.5, 2.0, -0.4)]
-    loss, grad, clipped = by_hand("geo_mean", probs, old, [1.0, 1.0, -1.0, 0.0, -1.0], [0, 0, 1, 1, 1], [True, True, True, False, True])
+    loss, grad, clipped = by_hand(
+        "geo_mean", probs, old, [1.0, 1.0, -1.0, 0.0, -1.0], [0, 0, 1, 1, 1], [True, True, True, False, True]
+    )
     good, bad = math.exp((0.28 - 0.4) / 2), math.exp((0.5 - 0.2) / 2)
     assert loss == pytest.approx([-good, -good, bad, 0, bad])
     assert grad == pytest.approx([0, -good, bad, 0, 0])  # each of the two tokens' losses passes half
@@ -327,7 +399,10 @@ def test_dppo_tv_by_hand():
 # KL
 
 
-@pytest.mark.parametrize("kind, expected", [("k1", 0.7), ("k2", 0.245), ("k3", math.exp(-0.7) - 0.3), ("low_var_kl", math.exp(-0.7) - 0.3), ("abs", 0.7)])
+@pytest.mark.parametrize(
+    "kind, expected",
+    [("k1", 0.7), ("k2", 0.245), ("k3", math.exp(-0.7) - 0.3), ("low_var_kl", math.exp(-0.7) - 0.3), ("abs", 0.7)],
+)
 def test_kl_by_hand(kind, expected):
     logprobs, ref = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.7], dtype=torch.float64)
     assert float(kl_divergence(logprobs, ref, kind)) == pytest.approx(expected)
@@ -371,7 +446,12 @@ def test_rollout_mismatch_by_hand():
 
 def test_rollout_mismatch_is_nothing_when_they_agree():
     metrics = mismatched([0.4, 0.3, 0.9], [0.4, 0.3, 0.9], (1, 1, 1))
-    assert metrics == {"correction/prob_diff_mean": 0, "correction/prob_diff_max": 0, "correction/k3": 0, "correction/ess": 1}
+    assert metrics == {
+        "correction/prob_diff_mean": 0,
+        "correction/prob_diff_max": 0,
+        "correction/k3": 0,
+        "correction/ess": 1,
+    }
 
 
 def test_rollout_mismatch_without_a_token_says_nothing():
@@ -396,7 +476,14 @@ def test_sequence_correction_by_hand():
 def with_ratios(*ratios, response=None, session_id=0):
     """A trajectory whose pi_actor / pi_vLLM are `ratios`."""
     rollout = [-3.0] * len(ratios)
-    return make_trajectory(1, response or (1,) * len(ratios), session_id=session_id, rollout=rollout, old=[-3.0 + math.log(r) for r in ratios], advantages=[1.0] * len(ratios))
+    return make_trajectory(
+        1,
+        response or (1,) * len(ratios),
+        session_id=session_id,
+        rollout=rollout,
+        old=[-3.0 + math.log(r) for r in ratios],
+        advantages=[1.0] * len(ratios),
+    )
 
 
 @pytest.mark.parametrize(
@@ -409,7 +496,13 @@ def with_ratios(*ratios, response=None, session_id=0):
 )
 def test_rejected_tokens_and_sequences_leave_the_mask(kind, kept):
     """Observations (here of ratio 100) are looked at by neither; bounds are pi_actor / pi_vLLM."""
-    trajectories = [with_ratios(1.0, 2.2, 0.6), with_ratios(1.0, 1.9, 100.0, 0.4, response=(1, 1, 0, 1)), with_ratios(4.0, 0.25), with_ratios(2.7, 1.875), with_ratios(0.45)]
+    trajectories = [
+        with_ratios(1.0, 2.2, 0.6),
+        with_ratios(1.0, 1.9, 100.0, 0.4, response=(1, 1, 0, 1)),
+        with_ratios(4.0, 0.25),
+        with_ratios(2.7, 1.875),
+        with_ratios(0.45),
+    ]
     trajectories.append(with_ratios(1.6, 1.6))
     set_loss_mask(trajectories)
     metrics = reject_mismatched(trajectories, LossConfig(rollout_rs=kind))
@@ -430,7 +523,13 @@ def test_rejected_tokens_leave_numerator_and_denominator(aggregation):
         set_loss_mask(trajectories)
         reject_mismatched(trajectories, cfg)
         logprobs = torch.where(collate(trajectories).loss_mask, -2.8, 0.0)
-        losses.append(float(policy_loss(collate(trajectories), logprobs, torch.zeros_like(logprobs), cfg, count_totals(trajectories))[0]))
+        losses.append(
+            float(
+                policy_loss(
+                    collate(trajectories), logprobs, torch.zeros_like(logprobs), cfg, count_totals(trajectories)
+                )[0]
+            )
+        )
     assert losses[0] == pytest.approx(losses[1]) != 0
 
 
@@ -438,7 +537,10 @@ def test_correction_weighs_the_policy_loss_but_not_kl_and_entropy():
     trajectories, leaves = random_mini_batch()
     for t in trajectories:
         t.rollout_logprobs = (t.old_logprobs - math.log(1.5)).tolist()  # every weight is 1.5
-    plain, weighed = (backward(trajectories, leaves, [range(11)], combination("token-mean", True, 0.01, c))[2] for c in ("none", "token"))
+    plain, weighed = (
+        backward(trajectories, leaves, [range(11)], combination("token-mean", True, 0.01, c))[2]
+        for c in ("none", "token")
+    )
     assert weighed["actor/pg_loss"] == pytest.approx(1.5 * plain["actor/pg_loss"], rel=1e-5)
     assert weighed["actor/kl_loss"] == pytest.approx(plain["actor/kl_loss"])
     assert weighed["actor/loss"] - plain["actor/loss"] == pytest.approx(0.5 * plain["actor/pg_loss"], rel=1e-4)
@@ -448,8 +550,13 @@ def test_without_old_logprobs_the_correction_is_from_the_current_ones():
     trajectories, leaves = random_mini_batch()
     logprobs = torch.cat([lp for lp, _ in leaves])
     batch, totals, cfg = collate(trajectories), count_totals(trajectories), LossConfig(rollout_is="token")
-    none, equal = (policy_loss(replace(batch, old_logprobs=old), logprobs, torch.zeros_like(logprobs), cfg, totals)[0] for old in (None, logprobs.detach()))
-    assert torch.equal(*(torch.autograd.grad(loss, logprobs)[0] for loss in (none, equal))), "the weights must not carry a gradient"
+    none, equal = (
+        policy_loss(replace(batch, old_logprobs=old), logprobs, torch.zeros_like(logprobs), cfg, totals)[0]
+        for old in (None, logprobs.detach())
+    )
+    assert torch.equal(*(torch.autograd.grad(loss, logprobs)[0] for loss in (none, equal))), (
+        "the weights must not carry a gradient"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 """Numbers of a step and of a validation, against what a reader would count by hand."""
+
 import itertools
 import math
 
@@ -9,7 +10,15 @@ from metrics import pass_at_k, rollout_metrics, validation_metrics
 
 
 def session(row, session_id, score, length=2, source="exact", index=0, **fields):
-    t = Trajectory(Task("1+2", source, "3", index=row), session_id=session_id, index=index, score=score, finish_reason="stop", num_turns=1, **fields)
+    t = Trajectory(
+        Task("1+2", source, "3", index=row),
+        session_id=session_id,
+        index=index,
+        score=score,
+        finish_reason="stop",
+        num_turns=1,
+        **fields,
+    )
     t.tokens, t.response_mask = [1] * (3 + length), [0] * 3 + [1] * length
     return t
 
@@ -26,13 +35,19 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_correct_one(n, correct, k):
 
 def test_means_and_standard_errors_over_prompts():
     scores = [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    m = validation_metrics([session(row, i, float(s)) for row, group in enumerate(scores) for i, s in enumerate(group)], tasks(3), 4)
+    m = validation_metrics(
+        [session(row, i, float(s)) for row, group in enumerate(scores) for i, s in enumerate(group)], tasks(3), 4
+    )
     assert m["val/exact/mean@4"] == m["val/mean"] == pytest.approx(1.25 / 3)
     spread = math.sqrt(sum((x - 1.25 / 3) ** 2 for x in (0.25, 1, 0)) / 2)
     assert m["val/exact/mean@4/stderr"] == pytest.approx(spread / math.sqrt(3))
     assert [m[f"val/exact/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([1.25 / 3, 1.5 / 3, 2 / 3])
     assert m["val/exact/pass@4/stderr"] == pytest.approx(1 / 3)
-    assert m["val/exact/best@4"] == pytest.approx(2 / 3) and m["val/exact/num_sessions"] == 12 and m["val/exact/failed_sessions"] == 0
+    assert (
+        m["val/exact/best@4"] == pytest.approx(2 / 3)
+        and m["val/exact/num_sessions"] == 12
+        and m["val/exact/failed_sessions"] == 0
+    )
 
 
 @pytest.mark.parametrize("n, ks", [(1, {1}), (2, {1, 2}), (6, {1, 2, 4, 6}), (8, {1, 2, 4, 8})])
@@ -73,12 +88,19 @@ def test_failed_is_worth_no_more_than_wrong():
 def test_part_credit_is_not_correct_and_acc_decides_where_there_is_one():
     m = validation_metrics([session(0, 0, 0.5), session(0, 1, 0.9)], tasks(1), 2)
     assert m["val/exact/mean@2"] == pytest.approx(0.7) and m["val/exact/pass@2"] == 0 and m["val/exact/best@2"] == 0.9
-    m = validation_metrics([session(0, 0, -1.0, score_parts={"acc": 0.0}), session(0, 1, 0.8, score_parts={"acc": 1.0})], tasks(1), 2)
+    m = validation_metrics(
+        [session(0, 0, -1.0, score_parts={"acc": 0.0}), session(0, 1, 0.8, score_parts={"acc": 1.0})], tasks(1), 2
+    )
     assert m["val/exact/mean@2"] == 0.5 and m["val/exact/pass@1"] == 0.5 and m["val/exact/pass@2"] == 1
 
 
 def test_last_output_stands_for_its_session():
-    outputs = [session(0, 0, 1.0, index=1), session(0, 0, 0.0, index=0), session(0, 1, 1.0, index=2), session(0, 1, 0.5, index=0)]
+    outputs = [
+        session(0, 0, 1.0, index=1),
+        session(0, 0, 0.0, index=0),
+        session(0, 1, 1.0, index=2),
+        session(0, 1, 0.5, index=0),
+    ]
     m = validation_metrics(outputs, tasks(1), 2)
     assert m["val/exact/mean@2"] == 1 and m["val/exact/num_sessions"] == 2
 
@@ -93,10 +115,24 @@ def test_sources_weigh_the_same_in_the_overall_mean():
 def test_step_counts_lengths_rewards_and_what_agents_measured():
     a, b, c = session(0, 0, 1.0, 4), session(0, 1, 0.0, 2), session(1, 0, math.nan, 3)
     b.finish_reason, b.num_turns = "length", 3
-    a.score_parts, b.score_parts, a.metrics, c.metrics = {"format": 1.0}, {"format": 0.0}, {"tool_calls": 2.0}, {"tool_calls": 1.0, "retries": 4.0}
+    a.score_parts, b.score_parts, a.metrics, c.metrics = (
+        {"format": 1.0},
+        {"format": 0.0},
+        {"tool_calls": 2.0},
+        {"tool_calls": 1.0, "retries": 4.0},
+    )
     m = rollout_metrics([a, b, c])
-    assert [m[f"response_length/{name}"] for name in ("mean", "max", "min", "clip_ratio")] == [3, 4, 2, pytest.approx(1 / 3)]
+    assert [m[f"response_length/{name}"] for name in ("mean", "max", "min", "clip_ratio")] == [
+        3,
+        4,
+        2,
+        pytest.approx(1 / 3),
+    ]
     assert [m[f"reward/{name}"] for name in ("mean", "std", "max", "min", "format/mean")] == [0.5, 0.5, 1, 0, 0.5]
-    assert m["agent/tool_calls/mean"] == 1.5 and m["agent/retries/mean"] == 4 and m["rollout/num_turns/mean"] == pytest.approx(5 / 3)
+    assert (
+        m["agent/tool_calls/mean"] == 1.5
+        and m["agent/retries/mean"] == 4
+        and m["rollout/num_turns/mean"] == pytest.approx(5 / 3)
+    )
     assert m["perf/total_num_tokens"] == 18 and m["perf/response_tokens"] == 9 and m["rollout/num_trajectories"] == 3
     assert all(type(value) is float for value in m.values())

@@ -1,4 +1,5 @@
 """AdamW's moments on the CPU between two updates: the same run, bit for bit, and no memory held meanwhile."""
+
 import pytest
 import torch
 from conftest import flags, launch, read_metrics
@@ -10,7 +11,9 @@ from actor import Actor
 def shards(actor):
     """All that an optimizer step reads and writes."""
     state = actor.optimizer.state
-    return [p.to_local().clone() for p in actor.model.parameters()] + [v.to_local().clone() for p in state for name, v in state[p].items() if name != "step"]
+    return [p.to_local().clone() for p in actor.model.parameters()] + [
+        v.to_local().clone() for p in state for name, v in state[p].items() if name != "step"
+    ]
 
 
 @pytest.fixture
@@ -55,16 +58,29 @@ def test_moments_are_really_away_and_come_back(steps):
         assert all(torch.equal(a, b) for a, b in zip(before, shards(actor)))
 
     steps(away)
-    assert seen[0] == (0, 0) and seen[1][0] == 0 and seen[1][1] > 10, "none before the first step; then every moment's storage is empty"
+    assert seen[0] == (0, 0) and seen[1][0] == 0 and seen[1][1] > 10, (
+        "none before the first step; then every moment's storage is empty"
+    )
 
 
 def test_run_that_saves_and_resumes_with_its_moments_away(tiny, tmp_path):
     """The moments are back when a checkpoint is written, and those of a checkpoint go away too."""
     runs = {}
     for name, more, stops in [("plain", [], ["3"]), ("away", ["--actor.optimizer-offload"], ["1", "3"])]:
-        args = flags(tiny, "--log.default-local-dir", str(tmp_path), "--log.experiment-name", name, "--checkpoint.save-freq", "1", *more)
+        args = flags(
+            tiny,
+            "--log.default-local-dir",
+            str(tmp_path),
+            "--log.experiment-name",
+            name,
+            "--checkpoint.save-freq",
+            "1",
+            *more,
+        )
         for steps in stops:
             done = launch([*args, "--trainer.total-training-steps", steps])
             assert done.returncode == 0, done.stderr[-3000:]
-        runs[name] = [(r["step"], r.get("reward/mean"), r.get("actor/grad_norm")) for r in read_metrics(tmp_path / name)]
+        runs[name] = [
+            (r["step"], r.get("reward/mean"), r.get("actor/grad_norm")) for r in read_metrics(tmp_path / name)
+        ]
     assert "resuming from" in done.stdout and runs["plain"] == runs["away"] and len(runs["plain"]) == 4

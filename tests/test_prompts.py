@@ -1,4 +1,5 @@
 """Prompts that are computed once for all of their sessions: the same numbers as a copy for each."""
+
 import dataclasses
 import itertools
 
@@ -12,7 +13,12 @@ from batch import Task, Trajectory, collate
 from prompts import pack_shared, prompt_groups, share
 from test_actor import LOSS
 
-GROUPS = [(5, [3, 1, 4]), (1, [2]), (7, [6, 2]), (3, [(2, 2, 3)])]  # tokens of a prompt, and of each session's response; the last has a tool result between two turns
+GROUPS = [
+    (5, [3, 1, 4]),
+    (1, [2]),
+    (7, [6, 2]),
+    (3, [(2, 2, 3)]),
+]  # tokens of a prompt, and of each session's response; the last has a tool result between two turns
 
 
 def sessions(num_tokens: int, seed=0) -> list[Trajectory]:
@@ -41,7 +47,9 @@ def test_a_prompt_stands_once_and_every_token_is_found_again():
     batch, shared = collate(trajectories), share(trajectories)
     assert shared.num_prompt_tokens == 5 + 1 + 7 + 3 and len(shared.index) == shared.num_prompt_tokens + 8 + 2 + 8 + 7
     row = batch.tokens[shared.index]
-    assert torch.equal(row[shared.places], batch.tokens) and torch.equal(batch.position_ids[shared.index][shared.places], batch.position_ids)
+    assert torch.equal(row[shared.places], batch.tokens) and torch.equal(
+        batch.position_ids[shared.index][shared.places], batch.position_ids
+    )
     assert torch.equal(shared.places[shared.index], torch.arange(len(row)))
     assert not batch.response_mask[shared.index[: shared.num_prompt_tokens]].any()
     assert shared.cu_prompts.tolist() == [0, 5, 6, 13, 16] and shared.cu_responses.tolist() == [0, 8, 10, 18, 25]
@@ -75,9 +83,16 @@ def test_micro_batches_hold_what_the_model_sees_and_keep_sessions_together(budge
     assert sorted(i for micro_batch in micro_batches for i in micro_batch) == list(range(len(trajectories)))
     for micro_batch in filter(None, micro_batches):
         prompts = {(t.uid, t.prompt_length) for t in (trajectories[i] for i in micro_batch)}
-        assert sum(length for _, length in prompts) + sum(len(trajectories[i].tokens) - trajectories[i].prompt_length for i in micro_batch) <= budget
+        assert (
+            sum(length for _, length in prompts)
+            + sum(len(trajectories[i].tokens) - trajectories[i].prompt_length for i in micro_batch)
+            <= budget
+        )
     if (budget, ranks) == (20, 1):  # each group fits, and none is cut
-        assert all({t.uid for t in (trajectories[i] for i in a)}.isdisjoint({trajectories[i].uid for i in b}) for a, b in itertools.combinations(micro_batches, 2))
+        assert all(
+            {t.uid for t in (trajectories[i] for i in a)}.isdisjoint({trajectories[i].uid for i in b})
+            for a, b in itertools.combinations(micro_batches, 2)
+        )
     with pytest.raises(ValueError, match="actor.ppo_max_token_len_per_gpu"):
         pack_shared(trajectories, ranks, 9)
 
@@ -102,7 +117,14 @@ def test_an_update_is_the_same_with_shared_prompts(actor, tokenizer):
         actor.start_step()
         actor.optimizer.zero_grad()
         sums = actor.backward(trajectories, LOSS, own := [])
-        updates.append(([p.grad.to_local().clone() for p in actor.model.parameters()], sums["actor/entropy"][0], share_logprobs(own, [len(t.tokens) for t in trajectories], "cpu"), actor.score(trajectories)))
+        updates.append(
+            (
+                [p.grad.to_local().clone() for p in actor.model.parameters()],
+                sums["actor/entropy"][0],
+                share_logprobs(own, [len(t.tokens) for t in trajectories], "cpu"),
+                actor.score(trajectories),
+            )
+        )
         assert len(plan_of(trajectories, actor.cfg, 24)[0]) == (2 if on else 3)
         assert (collate_for(trajectories, actor.cfg, "cpu").shared is not None) == on
     for one, other in zip(*updates):
@@ -115,7 +137,9 @@ def varlen(q, k, cu_q, cu_k, causal: bool, scale: float):
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     seq_q, seq_k = (torch.repeat_interleave(torch.arange(len(cu) - 1), cu.diff()) for cu in (cu_q, cu_k))
     hidden = seq_q[:, None] != seq_k[None]
-    return scores.masked_fill(hidden | (torch.arange(len(q))[:, None] < torch.arange(len(k))[None]) if causal else hidden, -torch.inf)
+    return scores.masked_fill(
+        hidden | (torch.arange(len(q))[:, None] < torch.arange(len(k))[None]) if causal else hidden, -torch.inf
+    )
 
 
 def reference_forward(q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left=-1):
@@ -132,7 +156,11 @@ def reference_backward(grad, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k
     p = (varlen(q, k, cu_q, cu_k, causal, scale) - lse[:, :, None]).exp()
     ds = p * (torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).T[:, :, None]) * scale
     of_heads = lambda x: x.view(len(x), k.size(1), copies, -1).sum(2)  # noqa: E731
-    return torch.einsum("hqk,khd->qhd", ds, keys), of_heads(torch.einsum("hqk,qhd->khd", ds, q)), of_heads(torch.einsum("hqk,qhd->khd", p, grad))
+    return (
+        torch.einsum("hqk,khd->qhd", ds, keys),
+        of_heads(torch.einsum("hqk,qhd->khd", ds, q)),
+        of_heads(torch.einsum("hqk,qhd->khd", p, grad)),
+    )
 
 
 def test_attention_to_a_shared_prompt_and_its_gradients(monkeypatch):
@@ -145,7 +173,16 @@ def test_attention_to_a_shared_prompt_and_its_gradients(monkeypatch):
     draw = lambda heads: torch.randn(len(shared.index), heads, 8, generator=random, dtype=torch.float64)  # noqa: E731
     weights, tensors = draw(4), [draw(4), draw(2), draw(2)]
     sizes = shared.num_prompt_tokens, shared.longest_own, shared.longest_responses, shared.longest_prompt
-    args = tensors[0].float().requires_grad_(), *(x.float().requires_grad_() for x in tensors[1:]), shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, 0.3, -1
+    args = (
+        tensors[0].float().requires_grad_(),
+        *(x.float().requires_grad_() for x in tensors[1:]),
+        shared.cu_own,
+        shared.cu_responses,
+        shared.cu_prompts,
+        *sizes,
+        0.3,
+        -1,
+    )
     torch.library.opcheck(flash_attention, args)  # what torch.compile is told of its shapes and gradients is so
     results = []
     for together in (True, False):

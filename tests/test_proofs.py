@@ -1,4 +1,5 @@
 """Proofs of what the algorithm promises, one function a proof, over every loss, aggregation and correction: `make prove`."""
+
 import itertools
 import math
 from dataclasses import replace
@@ -14,11 +15,37 @@ from advantage import ESTIMATORS, AlgorithmConfig, compute_advantages, set_loss_
 from batch import collate, pack
 from fakes import make_trajectory
 from head import replace_head
-from loss import AGGREGATIONS, LOSSES, LossConfig, correction_weights, count_totals, kl_divergence, policy_loss, reject_mismatched
-from test_loss import GOLDEN, KL_TYPES, KNOBS, POLICY, backward, combination, golden_batch, loss_and_grad_norm, random_mini_batch
+from loss import (
+    AGGREGATIONS,
+    LOSSES,
+    LossConfig,
+    correction_weights,
+    count_totals,
+    kl_divergence,
+    policy_loss,
+    reject_mismatched,
+)
+from test_loss import (
+    GOLDEN,
+    KL_TYPES,
+    KNOBS,
+    POLICY,
+    backward,
+    combination,
+    golden_batch,
+    loss_and_grad_norm,
+    random_mini_batch,
+)
 
 NAN, INF = math.nan, math.inf
-CORRECTIONS = [("none", "none"), ("token", "none"), ("sequence", "none"), ("none", "token"), ("none", "sequence"), ("token", "sequence")]  # rollout_is, rollout_rs
+CORRECTIONS = [
+    ("none", "none"),
+    ("token", "none"),
+    ("sequence", "none"),
+    ("none", "token"),
+    ("none", "sequence"),
+    ("token", "sequence"),
+]  # rollout_is, rollout_rs
 
 
 def config(mode, aggregation, correction=("none", "none")) -> LossConfig:
@@ -45,8 +72,15 @@ def test_golden_policy_loss(name):
     """Losses and gradients are the independent implementation's."""
     mode, aggregation = name.split()
     knobs = {k: v for k, v in POLICY["knobs"].items() if k.startswith("clip")}
-    cfg = LossConfig(loss_mode=mode, loss_agg_mode=aggregation, loss_scale_factor=POLICY["knobs"]["seq-mean-token-sum-norm divisor"], **knobs)
-    assert loss_and_grad_norm(cfg, *golden_batch())[0] == pytest.approx(POLICY["expected_loss_and_grad_norm"][name], abs=1e-6)
+    cfg = LossConfig(
+        loss_mode=mode,
+        loss_agg_mode=aggregation,
+        loss_scale_factor=POLICY["knobs"]["seq-mean-token-sum-norm divisor"],
+        **knobs,
+    )
+    assert loss_and_grad_norm(cfg, *golden_batch())[0] == pytest.approx(
+        POLICY["expected_loss_and_grad_norm"][name], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -54,7 +88,9 @@ def test_golden_kl(kind):
     """The KL loss is: with advantages of 0 it is all that policy_loss has left."""
     batch, logprobs, totals = golden_batch()
     batch.advantages.zero_()
-    result, metrics = loss_and_grad_norm(LossConfig(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind), batch, logprobs, totals)
+    result, metrics = loss_and_grad_norm(
+        LossConfig(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind), batch, logprobs, totals
+    )
     expected = GOLDEN["kl_token_mean_loss_and_grad_norm"][kind]
     assert result == pytest.approx(expected, abs=1e-6)
     assert [float(x) for x in metrics["actor/kl_loss"]] == pytest.approx([expected[0], 1], abs=1e-6)
@@ -66,7 +102,13 @@ def test_golden_rollout_correction():
     mask = torch.tensor(golden["mask"], dtype=torch.bool)
     old, rollout = torch.tensor(golden["old_logprobs"], requires_grad=True), torch.tensor(golden["rollout_logprobs"])
     seq_ids = torch.arange(len(mask)).repeat_interleave(mask.shape[1])
-    weights = correction_weights(old.flatten(), rollout.flatten(), mask.flatten(), seq_ids, LossConfig(rollout_is="token", rollout_is_threshold=2.0))
+    weights = correction_weights(
+        old.flatten(),
+        rollout.flatten(),
+        mask.flatten(),
+        seq_ids,
+        LossConfig(rollout_is="token", rollout_is_threshold=2.0),
+    )
     expected = torch.tensor(golden["expected_weights"]["token, truncate at 2.0"])
     assert torch.allclose(weights[mask.flatten()], expected[mask], atol=1e-5)
     assert not weights.requires_grad
@@ -74,9 +116,19 @@ def test_golden_rollout_correction():
 
 def test_golden_leaves_nothing_out():
     """Every entry of golden.json has a test: advantages in test_advantage.py, lr_factor in test_loss.py, the others here."""
-    assert set(GOLDEN) == {"about", "advantage", "policy_loss", "kl_token_mean_loss_and_grad_norm", "rollout_correction", "lr_factor"}
+    assert set(GOLDEN) == {
+        "about",
+        "advantage",
+        "policy_loss",
+        "kl_token_mean_loss_and_grad_norm",
+        "rollout_correction",
+        "lr_factor",
+    }
     assert set(GOLDEN["kl_token_mean_loss_and_grad_norm"]) - {"about"} == {"k1", "k2", "k3"}
-    assert set(GOLDEN["rollout_correction"]["expected_weights"]) == {"token, truncate at 2.0"} and len(GOLDEN["lr_factor"]) == 1
+    assert (
+        set(GOLDEN["rollout_correction"]["expected_weights"]) == {"token, truncate at 2.0"}
+        and len(GOLDEN["lr_factor"]) == 1
+    )
     assert {f"vanilla {aggregation}" for aggregation in AGGREGATIONS} <= set(POLICY["expected_loss_and_grad_norm"])
 
 
@@ -91,11 +143,17 @@ def test_the_gradient_does_not_depend_on_the_cut(mode, aggregation, correction):
     cfg = config(mode, aggregation, correction)
     trajectories, leaves = mini_batch(cfg)
     size, lengths = len(trajectories), [len(t.tokens) for t in trajectories]
-    assert sum(not t.loss_mask.any() for t in trajectories) >= 2 and sum(bool(t.loss_mask.any()) for t in trajectories) >= 4
+    assert (
+        sum(not t.loss_mask.any() for t in trajectories) >= 2
+        and sum(bool(t.loss_mask.any()) for t in trajectories) >= 4
+    )
     loss, grads, metrics = backward(trajectories, leaves, [range(size)], cfg)
     assert grads.norm() > 0.01 and all(map(math.isfinite, metrics.values()))
     cuts = {f"{n} in order": [range(size)[i * size // n : (i + 1) * size // n] for i in range(n)] for n in (2, 5, size)}
-    cuts |= {f"{d} ranks of {budget} tokens": [m for rank in pack(lengths, d, budget) for m in rank if m] for d, budget in [(1, 48), (2, 64), (4, 100)]}
+    cuts |= {
+        f"{d} ranks of {budget} tokens": [m for rank in pack(lengths, d, budget) for m in rank if m]
+        for d, budget in [(1, 48), (2, 64), (4, 100)]
+    }
     cuts["3 rows"] = [m for rank in pack(lengths, 1, None, 3) for m in rank if m]
     for name, cut in cuts.items():
         cut_loss, cut_grads, cut_metrics = backward(trajectories, leaves, cut, cfg)
@@ -110,7 +168,11 @@ class ToyModel(torch.nn.Module):
     def __init__(self, num_tokens=160):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.position, self.head = torch.nn.Embedding(num_tokens, 8), torch.nn.Embedding(64, 8), torch.nn.Linear(8, num_tokens)
+        self.embedding, self.position, self.head = (
+            torch.nn.Embedding(num_tokens, 8),
+            torch.nn.Embedding(64, 8),
+            torch.nn.Linear(8, num_tokens),
+        )
         replace_head(self.head, num_tokens, 0.8)
 
     def get_output_embeddings(self):
@@ -155,7 +217,9 @@ def gradients_of_a_world(rank, world_size, folder):
         logprobs = forward(actor.model, collate(trajectories))[0].split([len(t.tokens) for t in trajectories])
     generator = torch.Generator().manual_seed(1)
     for i, (t, now) in enumerate(zip(trajectories, logprobs)):
-        t.old_logprobs, t.ref_logprobs, rollout = (now + 0.3 * torch.randn(len(now), generator=generator) for _ in range(3))
+        t.old_logprobs, t.ref_logprobs, rollout = (
+            now + 0.3 * torch.randn(len(now), generator=generator) for _ in range(3)
+        )
         t.rollout_logprobs, t.uid = (rollout + (2.0 if i == 2 else 0.0)).tolist(), "first" if i < 9 else "second"
     trajectories[5].finish_reason = "length"
     for mode, aggregation, correction in EVERYTHING:
@@ -189,7 +253,9 @@ def test_the_gradient_does_not_depend_on_the_ranks(worlds, world_size):
     """`Actor.update` over gloo, every loss, aggregation and correction: 2 and 3 ranks have the gradients and metrics of 1."""
     for name in EVERYTHING:
         (expected, metrics), (gradients, its_metrics) = worlds[1][name], worlds[world_size][name]
-        metrics, its_metrics = ({k: v for k, v in m.items() if k != "perf/token_imbalance"} for m in (metrics, its_metrics))
+        metrics, its_metrics = (
+            {k: v for k, v in m.items() if k != "perf/token_imbalance"} for m in (metrics, its_metrics)
+        )
         assert len(expected) == len(gradients) == 2
         for one, other in zip(expected, gradients):
             assert one.norm() > 1e-4 and (one - other).norm() < 1e-5 * one.norm(), name
@@ -229,7 +295,10 @@ def test_the_first_update_has_ratio_one(mode, aggregation):
 def test_observations_have_no_gradient(mode, correction, estimator):
     """From the scores on: whatever vLLM, actor and reference say about the tokens of a tool changes no advantage, no loss and no gradient, bitwise."""
     aggregation = AGGREGATIONS[sum(map(ord, estimator)) % 4]
-    cfg, algorithm = config(mode, aggregation, correction), AlgorithmConfig(adv_estimator=estimator, gamma=0.9, use_kl_in_reward=True)
+    cfg, algorithm = (
+        config(mode, aggregation, correction),
+        AlgorithmConfig(adv_estimator=estimator, gamma=0.9, use_kl_in_reward=True),
+    )
     results = []
     for value in (-0.3, -7.0):
         trajectories, leaves = random_mini_batch()
@@ -284,7 +353,10 @@ def surrogate(mode, x, at, old, a, seq_ids, cfg):
         "cispo": lambda: -then.clamp(1 - low, 1 + high) * a * x,
         "gpg": lambda: -a * x,
         "sapo": lambda: -a * 4 / tau / (1 + (-tau * (now - 1)).exp()),
-        "geo_mean": lambda: -a * geometric_mean(torch.where(a > 0, now.clamp(max=math.exp(high)), now.clamp(min=math.exp(-low))), seq_ids),
+        "geo_mean": lambda: (
+            -a
+            * geometric_mean(torch.where(a > 0, now.clamp(max=math.exp(high)), now.clamp(min=math.exp(-low))), seq_ids)
+        ),
         "dppo_tv": lambda: torch.where(allowed, -a * then.clamp(max=cfg.clip_ratio_c) * x, 0.0),
     }[mode]()
 
@@ -295,7 +367,12 @@ def test_finite_differences_agree_with_the_gradient_of_the_loss(mode):
     generator = torch.Generator().manual_seed(0)
     old, noise, a = torch.randn(3, 120, dtype=torch.float64, generator=generator)
     old = -old.abs()
-    at, seq_ids, mask, cfg = old + 0.8 * noise, torch.arange(24).repeat_interleave(5), torch.ones(120, dtype=torch.bool), LossConfig(clip_ratio_c=2.0, clip_ratio_high=0.3)
+    at, seq_ids, mask, cfg = (
+        old + 0.8 * noise,
+        torch.arange(24).repeat_interleave(5),
+        torch.ones(120, dtype=torch.bool),
+        LossConfig(clip_ratio_c=2.0, clip_ratio_high=0.3),
+    )
     x = at.clone().requires_grad_()
     loss, metrics = LOSSES[mode](x, old, a, mask, seq_ids, cfg)
     (grad,) = torch.autograd.grad(loss.sum(), x)
@@ -317,7 +394,9 @@ def test_finite_differences_agree_with_the_gradient_of_kl(kind):
     (grad,) = torch.autograd.grad(value.sum(), x)
     base = kind.removesuffix("+")
     assert torch.allclose(value, kl_divergence(logprobs, ref, base))
-    assert torch.allclose(grad, difference(lambda y: kl_divergence(y, ref, "k2" if kind.endswith("+") else base), logprobs), atol=1e-6)
+    assert torch.allclose(
+        grad, difference(lambda y: kl_divergence(y, ref, "k2" if kind.endswith("+") else base), logprobs), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -330,7 +409,10 @@ def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(mode, aggr
     batch, totals = collate(trajectories), count_totals(trajectories)
     logprobs, entropy = (torch.cat([pair[k].detach() for pair in leaves]).requires_grad_() for k in (0, 1))
     grads = torch.autograd.grad(policy_loss(batch, logprobs, entropy, cfg, totals)[0], (logprobs, entropy))
-    differences = difference(lambda y: policy_loss(batch, y, entropy, cfg, totals)[0], logprobs.detach()), difference(lambda y: policy_loss(batch, logprobs, y, cfg, totals)[0], entropy.detach())
+    differences = (
+        difference(lambda y: policy_loss(batch, y, entropy, cfg, totals)[0], logprobs.detach()),
+        difference(lambda y: policy_loss(batch, logprobs, y, cfg, totals)[0], entropy.detach()),
+    )
     for grad, expected in zip(grads, differences):
         assert torch.allclose(grad, expected.detach(), atol=1e-7)
 
@@ -357,7 +439,10 @@ def test_what_masked_positions_hold_does_not_matter(mode, kind, fill):
             masked = ~batch.loss_mask
             for name in ("old_logprobs", "ref_logprobs", "advantages", "rollout_logprobs"):
                 getattr(batch, name)[masked] = value
-            logprobs, entropy = (torch.where(masked, value, torch.cat([pair[k].detach() for pair in leaves])).requires_grad_() for k in (0, 1))
+            logprobs, entropy = (
+                torch.where(masked, value, torch.cat([pair[k].detach() for pair in leaves])).requires_grad_()
+                for k in (0, 1)
+            )
             loss, metrics = policy_loss(batch, logprobs, entropy, cfg, count_totals(trajectories))
             numbers = torch.tensor([float(x) for pair in metrics.values() for x in pair])
             results.append((loss.detach(), *torch.autograd.grad(loss, (logprobs, entropy)), numbers))
@@ -384,7 +469,9 @@ def test_one_step_raises_what_was_good_and_lowers_what_was_bad(mode, aggregation
     good.old_logprobs, bad.old_logprobs = before.detach().float().split([3, 4])
     for t in (good, bad):
         t.rollout_logprobs = (t.old_logprobs - 0.2).tolist()
-    cfg = LossConfig(loss_mode=mode, loss_agg_mode=aggregation, rollout_is=correction[0], rollout_rs=correction[1], **KNOBS)
+    cfg = LossConfig(
+        loss_mode=mode, loss_agg_mode=aggregation, rollout_is=correction[0], rollout_rs=correction[1], **KNOBS
+    )
     set_loss_mask([good, bad])
     reject_mismatched([good, bad], cfg)
     batch = collate([good, bad])

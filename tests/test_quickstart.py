@@ -1,4 +1,5 @@
 """The quickstart learns, and what it stands on is made once and the same for everyone."""
+
 import hashlib
 import json
 
@@ -12,29 +13,72 @@ from conftest import ROOT, launch, read_metrics
 def test_quickstart_goes_from_a_third_to_nine_tenths_on_unseen_sums(tmp_path):
     folder = tmp_path / "data"
     quickstart.make(str(folder))
-    rows = {split: [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()] for split in ("train", "val")}
+    rows = {
+        split: [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "val")
+    }
     prompts = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
     assert not prompts["train"] & prompts["val"] and len(prompts["val"]) == 256
-    done = launch(["--config", str(ROOT / "configs" / "quickstart.yaml"), "--log.default-local-dir", str(tmp_path), "--actor.path", str(folder / "model"),
-                   "--data.train-files", str(folder / "train.jsonl"), "--data.val-files", str(folder / "val.jsonl")], accelerate=True)  # fmt: skip
+    done = launch(
+        [
+            "--config",
+            str(ROOT / "configs" / "quickstart.yaml"),
+            "--log.default-local-dir",
+            str(tmp_path),
+            "--actor.path",
+            str(folder / "model"),
+            "--data.train-files",
+            str(folder / "train.jsonl"),
+            "--data.val-files",
+            str(folder / "val.jsonl"),
+        ],
+        accelerate=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = read_metrics(tmp_path / "quickstart")
     assert 0.2 <= metrics[0]["val/exact/mean@1"] <= 0.4
     assert metrics[-1]["val/exact/mean@1"] > 0.9
-    assert f"val/exact/mean@1: {metrics[0]['val/exact/mean@1']:.4f} before, {metrics[-1]['val/exact/mean@1']:.4f} after" in done.stdout
+    assert (
+        f"val/exact/mean@1: {metrics[0]['val/exact/mean@1']:.4f} before, {metrics[-1]['val/exact/mean@1']:.4f} after"
+        in done.stdout
+    )
 
 
 @pytest.mark.slow
 def test_calculator_is_learned(tmp_path):
     folder = tmp_path / "data"
     quickstart.make(str(folder), products=True)
-    files = ["--actor.path", str(folder / "model"), "--data.train-files", str(folder / "train.jsonl"), "--data.val-files", str(folder / "val.jsonl"), "--log.default-local-dir", str(tmp_path)]
+    files = [
+        "--actor.path",
+        str(folder / "model"),
+        "--data.train-files",
+        str(folder / "train.jsonl"),
+        "--data.val-files",
+        str(folder / "val.jsonl"),
+        "--log.default-local-dir",
+        str(tmp_path),
+    ]
     accuracies = {}
     for agent in ("tool_agent", "single_turn_agent"):
         steps = "30" if agent == "tool_agent" else "6"
-        done = launch(["--config", str(ROOT / "configs" / "tool_agent.yaml"), *files, "--agent.default-agent-loop", agent, "--log.experiment-name", agent, "--trainer.total-training-steps", steps], accelerate=True)
+        done = launch(
+            [
+                "--config",
+                str(ROOT / "configs" / "tool_agent.yaml"),
+                *files,
+                "--agent.default-agent-loop",
+                agent,
+                "--log.experiment-name",
+                agent,
+                "--trainer.total-training-steps",
+                steps,
+            ],
+            accelerate=True,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
-        accuracies[agent] = [line["val/exact/mean@1"] for line in read_metrics(tmp_path / agent) if "val/exact/mean@1" in line]
+        accuracies[agent] = [
+            line["val/exact/mean@1"] for line in read_metrics(tmp_path / agent) if "val/exact/mean@1" in line
+        ]
     assert accuracies["tool_agent"][0] < 0.3 and accuracies["tool_agent"][-1] > 0.8
     assert max(accuracies["single_turn_agent"]) < 0.1  # what can be had without the calculator
 
@@ -49,7 +93,9 @@ def test_products_are_of_unseen_pairs_and_a_call_is_one_the_tool_agent_runs():
     assert quickstart.make_row(347, 862, "val", 0, "*")["reward_model"]["ground_truth"] == "299114"
     tokenizer = quickstart.make_tokenizer(("calculator", quickstart.CALL, quickstart.CALLED))
     ids, labels = quickstart.encode(tokenizer, [quickstart.make_row(347, 862, "val", 0, "*")], [(call, heard, answer)])
-    assert tokenizer.decode(labels[0][labels[0] != -100]) == call + answer  # what is read between the turns is not learned
+    assert (
+        tokenizer.decode(labels[0][labels[0] != -100]) == call + answer
+    )  # what is read between the turns is not learned
     assert tokenizer.decode(ids[0]) == "<|im_start|>user347*862=<|im_end|><|im_start|>assistant" + call + heard + answer
 
 
@@ -89,5 +135,7 @@ def test_model_has_the_size_that_is_said_and_more_rows_than_tokens():
 
 def test_few_shot_rows_are_the_ones_that_other_systems_were_measured_on(tmp_path):
     quickstart.write_few_shot(str(tmp_path))
-    digest = hashlib.md5((tmp_path / "few_shot_train.jsonl").read_bytes() + (tmp_path / "few_shot_val.jsonl").read_bytes()).hexdigest()
+    digest = hashlib.md5(
+        (tmp_path / "few_shot_train.jsonl").read_bytes() + (tmp_path / "few_shot_val.jsonl").read_bytes()
+    ).hexdigest()
     assert digest == "149a93c513f05c94c004ffa3f09597d4"

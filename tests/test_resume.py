@@ -1,4 +1,5 @@
 """A run that is killed and started again is the one that never stopped. (The same at 20 moments, in ten minutes: `python tests/kill_resume.py`.)"""
+
 import json
 import random
 from pathlib import Path
@@ -23,9 +24,11 @@ def test_two_ranks_killed_four_times_are_the_run_that_never_stopped(whole, tiny,
     """Every number, dump, weight and random state; where one rank dies, the other has to end by itself."""
     random.seed(1)
     kills = [
-        Kill("between two updates", range(5, 8, 2), rank=1, alone=True), Kill("resume: half of metrics.jsonl"),
-        Kill("inside a checkpoint's file", range(20, 40)), Kill("between the ranks' writes", (1, 2), rank=1, alone=True),
-    ]  # fmt: skip
+        Kill("between two updates", range(5, 8, 2), rank=1, alone=True),
+        Kill("resume: half of metrics.jsonl"),
+        Kill("inside a checkpoint's file", range(20, 40)),
+        Kill("between the ranks' writes", (1, 2), rank=1, alone=True),
+    ]
     differences = kill_chain(Run(tiny, tmp_path / "killed", 2), whole[2], kills)
     assert not differences, capsys.readouterr().out
 
@@ -35,8 +38,13 @@ def test_number_of_ranks_changes_neither_prompts_nor_seeds(whole):
     names = [sorted(path.name for path in (run.run_dir / "rollouts").iterdir()) for run in whole.values()]
     assert names[0] == names[1] and any("failed" in name for name in names[0])
     for step in range(8):
-        one, two = ([json.loads(line) for line in (run.run_dir / "rollouts" / f"{step:06d}.jsonl").read_text().splitlines()] for run in whole.values())
-        assert len(one) == 32 and [(r["key"], r["row"], r["prompt"]) for r in one] == [(r["key"], r["row"], r["prompt"]) for r in two]
+        one, two = (
+            [json.loads(line) for line in (run.run_dir / "rollouts" / f"{step:06d}.jsonl").read_text().splitlines()]
+            for run in whole.values()
+        )
+        assert len(one) == 32 and [(r["key"], r["row"], r["prompt"]) for r in one] == [
+            (r["key"], r["row"], r["prompt"]) for r in two
+        ]
         assert step or [r["response"] for r in one] == [r["response"] for r in two]
 
 
@@ -61,7 +69,9 @@ def test_kill_while_metrics_are_rewritten_loses_none(tmp_path, monkeypatch):
 
 def test_records_are_kept_as_they_were_but_for_one_cut_short(tmp_path):
     """A last one that lacks its newline only is whole. One in the middle that is none says where it stands."""
-    (path := tmp_path / "metrics.jsonl").write_text(LINES.splitlines()[0] + "\n\n" + '{"step": 1, "a": 1e-06, "b": null, "c": 0.1}')
+    (path := tmp_path / "metrics.jsonl").write_text(
+        LINES.splitlines()[0] + "\n\n" + '{"step": 1, "a": 1e-06, "b": null, "c": 0.1}'
+    )
     for _ in range(2):
         Logger(LogConfig(), tmp_path, 0, (2, 4), {}, None)
         assert path.read_text() == LINES.splitlines()[0] + "\n" + '{"step": 1, "a": 1e-06, "b": null, "c": 0.1}\n'
@@ -78,7 +88,10 @@ def test_last_lines_of_a_resumed_run_are_about_the_whole(tmp_path, capsys):
     log.add({"val/exact/mean@1": 0.75, "val/other/mean@1": 0.5})
     log.end_step(4)
     log.finish()
-    assert "exact/mean@1: 0.1250 before, 0.7500 after" in (out := capsys.readouterr().out) and "other/mean@1: nan before, 0.5000 after" in out
+    assert (
+        "exact/mean@1: 0.1250 before, 0.7500 after" in (out := capsys.readouterr().out)
+        and "other/mean@1: nan before, 0.5000 after" in out
+    )
 
 
 BREAKS = """
@@ -102,7 +115,20 @@ def test_skipped_steps_in_a_row_are_counted_across_a_resume(tiny, tmp_path):
     """The third in a row ends the run, and ends it again when it is started again after the second."""
     (script := tmp_path / "breaks.py").write_text(BREAKS.format(root=str(ROOT)))
     for again in (False, True):
-        done = launch(flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", "6", "--checkpoint.save-freq", "1"), script=script)
-        assert done.returncode != 0 and f"python replay.py {tmp_path}/run/replays/000000" in done.stderr, done.stderr[-3000:]
+        done = launch(
+            flags(
+                tiny,
+                "--log.default-local-dir",
+                str(tmp_path),
+                "--trainer.total-training-steps",
+                "6",
+                "--checkpoint.save-freq",
+                "1",
+            ),
+            script=script,
+        )
+        assert done.returncode != 0 and f"python replay.py {tmp_path}/run/replays/000000" in done.stderr, done.stderr[
+            -3000:
+        ]
         assert ("resuming from" in done.stdout) == again
         assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0, 1]

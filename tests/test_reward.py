@@ -11,7 +11,17 @@ import reward_table
 import torch
 
 from batch import Task, Trajectory
-from reward import DATA_SOURCES, REWARDS, RewardConfig, Scorer, check_failures, load_judge, load_reward, score_and_parts, too_many_failed
+from reward import (
+    DATA_SOURCES,
+    REWARDS,
+    RewardConfig,
+    Scorer,
+    check_failures,
+    load_judge,
+    load_reward,
+    score_and_parts,
+    too_many_failed,
+)
 
 
 def make(answer, task, response=None):
@@ -25,10 +35,18 @@ def judge(rule, answer, truth, extra_info=None):
     return score_and_parts(REWARDS[rule](task, make(answer, task)))[0]
 
 
-TABLES = {"gsm8k": reward_table.GSM8K, "math": reward_table.MATH, "math_dapo": reward_table.MATH_DAPO, "countdown": reward_table.COUNTDOWN}
+TABLES = {
+    "gsm8k": reward_table.GSM8K,
+    "math": reward_table.MATH,
+    "math_dapo": reward_table.MATH_DAPO,
+    "countdown": reward_table.COUNTDOWN,
+}
 TABLES |= {"exact": reward_table.EXACT, "exact_int": reward_table.EXACT_INT}
 ROWS = [pytest.param(rule, *row[:3], id=f"{rule}-{row[3]}") for rule, rows in TABLES.items() for row in rows]
-ROWS += [pytest.param("math", rf"So it is $\boxed{{{inside}}}$.", truth, expected, id=f"math-{why}") for inside, truth, expected, why in reward_table.BOXED]
+ROWS += [
+    pytest.param("math", rf"So it is $\boxed{{{inside}}}$.", truth, expected, id=f"math-{why}")
+    for inside, truth, expected, why in reward_table.BOXED
+]
 
 
 @pytest.mark.parametrize("rule, response, truth, expected", ROWS)
@@ -42,12 +60,18 @@ def test_rule(rule, response, truth, expected):
 def test_a_rule_judges_the_last_turn_only(rule):
     """A tool's result that holds the answer earns nothing."""
     right, wrong = {
-        "gsm8k": ("#### 7", "#### 8"), "math": (r"\boxed{7}", r"\boxed{8}"), "math_dapo": ("Answer: 7", "Answer: 8"),
-        "countdown": ("<answer>3+4</answer>", "<answer>3*4</answer>"), "exact": ("7", "8"), "exact_int": ("7", "8"),
-    }[rule]  # fmt: skip
+        "gsm8k": ("#### 7", "#### 8"),
+        "math": (r"\boxed{7}", r"\boxed{8}"),
+        "math_dapo": ("Answer: 7", "Answer: 8"),
+        "countdown": ("<answer>3+4</answer>", "<answer>3*4</answer>"),
+        "exact": ("7", "8"),
+        "exact_int": ("7", "8"),
+    }[rule]
     task = Task("", rule, {"target": 7, "numbers": [3, 4]} if rule == "countdown" else "7")
     for answer, expected in ((right, 1), (wrong, -1 if rule == "math_dapo" else 0)):
-        assert score_and_parts(REWARDS[rule](task, make(answer, task, response=f"{right} {wrong} {right}")))[0] == expected
+        assert (
+            score_and_parts(REWARDS[rule](task, make(answer, task, response=f"{right} {wrong} {right}")))[0] == expected
+        )
 
 
 def test_parts():
@@ -128,7 +152,10 @@ def test_reasoning_gym_a_bad_answer_is_the_policys_and_a_bad_row_is_not():
     task = gym_row("prime_factorization")
     assert gym_score(task, "<answer>garbage</answer>") == 0, "its scorer raises for that"
     with pytest.raises(ValueError, match="no number"):
-        gym_score(Task("", task.data_source, "no number", {**task.extra_info, "answer": "no number"}), "<answer>garbage</answer>")
+        gym_score(
+            Task("", task.data_source, "no number", {**task.extra_info, "answer": "no number"}),
+            "<answer>garbage</answer>",
+        )
 
 
 def test_reasoning_gym_is_checked_at_start(monkeypatch):
@@ -147,7 +174,14 @@ def test_reasoning_gym_is_checked_at_start(monkeypatch):
     [*DATA_SOURCES.items(), *((name, name) for name in REWARDS), ("aime2024", "math_dapo"), ("aime_25", "math_dapo")],
 )
 def test_rule_by_data_source(data_source, rule):
-    responses = {"gsm8k": "#### 7", "math": r"\boxed{7}", "math_dapo": "Answer: 7", "countdown": "<answer>3+4</answer>", "exact": "7", "exact_int": "It's 7"}
+    responses = {
+        "gsm8k": "#### 7",
+        "math": r"\boxed{7}",
+        "math_dapo": "Answer: 7",
+        "countdown": "<answer>3+4</answer>",
+        "exact": "7",
+        "exact_int": "It's 7",
+    }
     fn = load_reward(RewardConfig(), {data_source, "exact"})
     for name, response in responses.items():
         task = Task("", data_source, {"target": 7, "numbers": [3, 4]} if rule == "countdown" else "7")
@@ -161,7 +195,11 @@ def test_rule_by_data_source(data_source, rule):
     "cfg, sources, says",
     [
         ({"name": "gsm8"}, [], ["reward.name='gsm8'", "did you mean gsm8k", "countdown"]),
-        ({}, ["exact", "opena/gsm8k"], ["'opena/gsm8k'", "did you mean openai/gsm8k", "reward.name", "data.default_data_source", "lighteval/MATH"]),
+        (
+            {},
+            ["exact", "opena/gsm8k"],
+            ["'opena/gsm8k'", "did you mean openai/gsm8k", "reward.name", "data.default_data_source", "lighteval/MATH"],
+        ),
         ({}, ["zzz"], ["'zzz'", "known: gsm8k"]),
     ],
 )
@@ -197,7 +235,7 @@ def test_defaults():
 
 # A user's own
 
-VERL_FILE = '''
+VERL_FILE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = solution_str == ground_truth
     return {"score": 1.0 if right else extra_info["floor"], "acc": right, "pred": solution_str, "source": data_source}
@@ -211,7 +249,7 @@ def short(solution_str):
     return 1.0
 
 compute = 5
-'''
+"""
 
 
 @pytest.fixture
@@ -225,7 +263,9 @@ def test_custom_function(custom_file):
     right, wrong = trajectories = [make("", task, response=text) for text, task in zip("23", tasks)]
     score(RewardConfig(custom_path=custom_file), trajectories, ["anything"])
     assert (right.score, wrong.score) == (1.0, -0.5), "compute_score gets the whole response"
-    assert right.score_parts == {"acc": 1.0} and wrong.score_parts == {"acc": 0.0}, "parts are numbers; texts are left out"
+    assert right.score_parts == {"acc": 1.0} and wrong.score_parts == {"acc": 0.0}, (
+        "parts are numbers; texts are left out"
+    )
 
 
 def test_custom_async_function(custom_file):
@@ -303,15 +343,21 @@ def test_verls_files_load_unchanged(tmp_path, monkeypatch, path, data_source, ex
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    trajectories = [make("", Task("", data_source, "7"), response=text) for text in ("so\n#### 7", "so\n#### 8", "Answer: 7")]
+    trajectories = [
+        make("", Task("", data_source, "7"), response=text) for text in ("so\n#### 7", "so\n#### 8", "Answer: 7")
+    ]
     score(RewardConfig(custom_path=path), trajectories, [data_source])
     assert [t.error for t in trajectories] == [None] * 3
     assert [t.score for t in trajectories] == expected and trajectories[2].score_parts == parts
 
 
 def test_a_users_file_hides_no_library(tmp_path):
-    (tmp_path / "mine.py").write_text("from . import tabnanny as own\nimport tabnanny\n" + VERL_FILE + "\nassert own.HERE and tabnanny.check\n")
-    (tmp_path / "tabnanny.py").write_text("HERE = True")  # as the user may call a file without a thought of the standard library's
+    (tmp_path / "mine.py").write_text(
+        "from . import tabnanny as own\nimport tabnanny\n" + VERL_FILE + "\nassert own.HERE and tabnanny.check\n"
+    )
+    (tmp_path / "tabnanny.py").write_text(
+        "HERE = True"
+    )  # as the user may call a file without a thought of the standard library's
     load_reward(RewardConfig(custom_path=str(tmp_path / "mine.py")))
 
 
@@ -366,7 +412,10 @@ def test_results_that_are_numbers(result, expected):
     assert parts == ({"format": 1.0} if isinstance(result, dict) else {})
 
 
-@pytest.mark.parametrize("result", [None, "1", [1.0], (1.0, 2.0), {}, {"acc": 1.0}, {"score": None}, math.nan, math.inf, np.zeros(2), object()])
+@pytest.mark.parametrize(
+    "result",
+    [None, "1", [1.0], (1.0, 2.0), {}, {"acc": 1.0}, {"score": None}, math.nan, math.inf, np.zeros(2), object()],
+)
 def test_results_that_are_not(result):
     with pytest.raises(TypeError, match="finite number"):
         score_and_parts(result)
@@ -374,7 +423,7 @@ def test_results_that_are_not(result):
 
 # Scoring in workers
 
-JUDGE = '''
+JUDGE = """
 import os, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -385,7 +434,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "raise":
         raise ZeroDivisionError(f"on row {extra_info['row']}")
     return {"none": None, "score": None} if solution_str == "none" else {"score": len(solution_str), "part": 2}
-'''
+"""
 
 
 @pytest.fixture
@@ -444,7 +493,7 @@ def test_a_rule_sees_the_task_and_the_trajectory_but_not_the_logprobs():
     scorer = Scorer.__new__(Scorer)
     scorer.cfg, scorer.pool = RewardConfig(), Pool()
     asyncio.run(scorer.score(trajectory))
-    (task, t), = seen
+    ((task, t),) = seen
     assert task == trajectory.task and t.task is task
     assert (t.response, t.answer, t.tokens, t.response_mask) == ("tool a", "a", [1, 2, 3, 4], [0, 0, 1, 1])
     assert t.rollout_logprobs == [] and trajectory.rollout_logprobs == [0.0, 0.0, -1.0, -2.0]
@@ -452,9 +501,16 @@ def test_a_rule_sees_the_task_and_the_trajectory_but_not_the_logprobs():
 
 def test_many_scores_under_every_rule():
     """Distinct answers, all at once, over two event loops."""
-    tasks = [Task("", data_source, str(i)) for i in range(100) for data_source in ("openai/gsm8k", "lighteval/MATH", "aime2024", "exact")]
+    tasks = [
+        Task("", data_source, str(i))
+        for i in range(100)
+        for data_source in ("openai/gsm8k", "lighteval/MATH", "aime2024", "exact")
+    ]
     forms = {"openai/gsm8k": "#### {}", "lighteval/MATH": r"\boxed{{{}}}", "aime2024": "Answer: {}", "exact": "{}"}
-    trajectories = [make(forms[task.data_source].format(int(task.ground_truth) + (i % 3 == 0)), task) for i, task in enumerate(tasks)]
+    trajectories = [
+        make(forms[task.data_source].format(int(task.ground_truth) + (i % 3 == 0)), task)
+        for i, task in enumerate(tasks)
+    ]
     scorer = Scorer(RewardConfig(num_workers=2), {task.data_source for task in tasks})
     for half in (trajectories[:200], trajectories[200:]):
         asyncio.run(score_all(scorer, half))
@@ -477,7 +533,18 @@ def score(cfg, trajectories, data_sources=()):
         scorer.close()
 
 
-@pytest.mark.parametrize("failed, expected, share, stop", [(0, 0, 0, False), (0, 10, 0, False), (1, 10, 0, True), (1, 10, 0.1, False), (2, 10, 0.1, True), (29, 100, 0.29, False), (10, 10, 1, False)])
+@pytest.mark.parametrize(
+    "failed, expected, share, stop",
+    [
+        (0, 0, 0, False),
+        (0, 10, 0, False),
+        (1, 10, 0, True),
+        (1, 10, 0.1, False),
+        (2, 10, 0.1, True),
+        (29, 100, 0.29, False),
+        (10, 10, 1, False),
+    ],
+)
 def test_too_many_failed(failed, expected, share, stop):
     assert too_many_failed(failed, expected, RewardConfig(max_failed_fraction=share)) is stop
 

@@ -1,4 +1,5 @@
 """Sessions through real vLLM: seeds, finish reasons, log-probs, the token ids that exist, and agents of one or more turns."""
+
 import asyncio
 import contextlib
 import dataclasses
@@ -41,7 +42,11 @@ def key(t):
 
 def idle(engine):
     """Neither vLLM's scheduler nor its front end has a request."""
-    return not engine.unfinished and not engine.llm.llm_engine.engine_core.engine_core.scheduler.requests and not engine.llm.llm_engine.has_unfinished_requests()
+    return (
+        not engine.unfinished
+        and not engine.llm.llm_engine.engine_core.engine_core.scheduler.requests
+        and not engine.llm.llm_engine.has_unfinished_requests()
+    )
 
 
 def test_trajectories_come_in_submission_order_with_their_keys(cfg, awake):
@@ -57,7 +62,9 @@ def test_prompt_is_rendered_and_not_trained_on(cfg, awake, tokenizer):
         rendered = tokenizer.apply_chat_template(t.task.messages, add_generation_prompt=True, return_dict=False)
         assert t.tokens[: len(rendered)] == rendered
         assert t.response_mask == [0] * len(rendered) + [1] * (len(t.tokens) - len(rendered))
-        assert all(lp == 0.0 for lp in t.rollout_logprobs[: len(rendered)]) and all(lp < 0 for lp in t.rollout_logprobs[len(rendered) :])
+        assert all(lp == 0.0 for lp in t.rollout_logprobs[: len(rendered)]) and all(
+            lp < 0 for lp in t.rollout_logprobs[len(rendered) :]
+        )
 
 
 def test_sessions_differ_and_repeat_whatever_is_sampled_beside_them(cfg, awake):
@@ -66,7 +73,9 @@ def test_sessions_differ_and_repeat_whatever_is_sampled_beside_them(cfg, awake):
     assert len({tuple(t.tokens) for t in together[:4]}) == 4
     alone = run(awake, TASKS[:1], 5, cfg.rollout)
     assert [(key(t), t.tokens) for t in alone] == [(key(t), t.tokens) for t in together[:4]]
-    assert [t.tokens for t in run(awake, TASKS[:1], 6, cfg.rollout)] != [t.tokens for t in alone]  # another step, other seeds
+    assert [t.tokens for t in run(awake, TASKS[:1], 6, cfg.rollout)] != [
+        t.tokens for t in alone
+    ]  # another step, other seeds
 
 
 def test_same_row_twice_in_a_batch_is_two_prompts(cfg, awake):
@@ -76,7 +85,13 @@ def test_same_row_twice_in_a_batch_is_two_prompts(cfg, awake):
 
 
 def test_no_two_sessions_share_a_seed():
-    seeds = {session_seed(0, kind, step, prompt, session) for kind in ("train", "val") for step in range(20) for prompt in range(50) for session in range(8)}
+    seeds = {
+        session_seed(0, kind, step, prompt, session)
+        for kind in ("train", "val")
+        for step in range(20)
+        for prompt in range(50)
+        for session in range(8)
+    }
     assert len(seeds) == 2 * 20 * 50 * 8 and all(0 <= seed < 2**63 for seed in seeds)
 
 
@@ -88,7 +103,10 @@ def test_finish_reason_is_vllms_and_the_end_token_is_the_policys(cfg, awake, tok
         if t.finish_reason == "stop":
             assert t.tokens[-1] == tokenizer.eos_token_id and t.response_mask[-1] == 1
         else:
-            assert t.response_length == cfg.data.max_response_length and tokenizer.eos_token_id not in t.tokens[t.prompt_length :]
+            assert (
+                t.response_length == cfg.data.max_response_length
+                and tokenizer.eos_token_id not in t.tokens[t.prompt_length :]
+            )
 
 
 def test_ids_past_the_tokenizer_are_never_sampled(cfg, awake, tokenizer, actor):
@@ -362,6 +380,7 @@ def test_what_an_agent_does_to_its_prompt_is_its_own_business(cfg, awake, monkey
 
 def test_cancelled_session_leaves_vllm(cfg, awake, monkeypatch):
     """A session that passes its deadline while it generates: its request must not go on beside the others, nor into the sleep."""
+
     async def forever(task, policy, cfg):
         while True:
             await policy.generate(policy.encode(task.messages))
@@ -426,27 +445,51 @@ def test_requests_ask_for_what_vllms_front_end_makes_of_them(cfg, awake, tokeniz
 
     asked, turn = [], awake._turn
     monkeypatch.setattr(awake, "_turn", lambda requests, aborted: asked.extend(requests) or turn(requests, aborted))
-    kinds = [dataclasses.replace(cfg.val, temperature=t, top_p=p, top_k=k) for t, p, k in [(1.0, 1.0, 0), (0.7, 0.9, 5), (0.0, 0.5, 3)]]
+    kinds = [
+        dataclasses.replace(cfg.val, temperature=t, top_p=p, top_k=k)
+        for t, p, k in [(1.0, 1.0, 0), (0.7, 0.9, 5), (0.0, 0.5, 3)]
+    ]
     wanted = [(kind, max_tokens, seed) for kind in kinds for max_tokens, seed in [(3, 11), (7, 2**62)]] * 2
     awake.drive([awake.generate([5, 6, 7], *want) for want in wanted])
     assert len(asked) == len(wanted) == 12 and len({id(params) for _, _, params in asked}) == 12
     for (kind, max_tokens, seed), (_, _, params) in zip(wanted, asked):
         whole = SamplingParams(
-            temperature=kind.temperature, top_p=kind.top_p, top_k=kind.top_k, max_tokens=max_tokens, seed=seed, stop_token_ids=[tokenizer.eos_token_id], ignore_eos=False,
-            logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
-        )  # fmt: skip
+            temperature=kind.temperature,
+            top_p=kind.top_p,
+            top_k=kind.top_k,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=[tokenizer.eos_token_id],
+            ignore_eos=False,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
         engine = awake.llm.llm_engine
-        whole = engine.input_processor.process_inputs("1", {"prompt_token_ids": [5, 6, 7]}, whole, engine.get_supported_tasks()).sampling_params
-        assert {f: getattr(params, f) for f in params.__struct_fields__} == {f: getattr(whole, f) for f in whole.__struct_fields__}
+        whole = engine.input_processor.process_inputs(
+            "1", {"prompt_token_ids": [5, 6, 7]}, whole, engine.get_supported_tasks()
+        ).sampling_params
+        assert {f: getattr(params, f) for f in params.__struct_fields__} == {
+            f: getattr(whole, f) for f in whole.__struct_fields__
+        }
         assert params.sampling_type == whole.sampling_type and params.all_stop_token_ids == whole.all_stop_token_ids
 
 
 @pytest.mark.parametrize(
     "tokens, most, found",
-    [([], 1, "0 tokens, none, by 1"), ([5] * 36, 1, "36 tokens, ids 5 to 5, by 1"), ([5, 10**6, 6], 1, "3 tokens, ids 5 to 1000000, by 1"), ([5, -1, 6], 1, "3 tokens, ids -1 to 6, by 1"), ([5, 6], 0, "2 tokens, ids 5 to 6, by 0")],
-)  # fmt: skip
+    [
+        ([], 1, "0 tokens, none, by 1"),
+        ([5] * 36, 1, "36 tokens, ids 5 to 5, by 1"),
+        ([5, 10**6, 6], 1, "3 tokens, ids 5 to 1000000, by 1"),
+        ([5, -1, 6], 1, "3 tokens, ids -1 to 6, by 1"),
+        ([5, 6], 0, "2 tokens, ids 5 to 6, by 0"),
+    ],
+)
 def test_a_prompt_that_vllm_cannot_take_is_its_sessions_mistake_alone(cfg, awake, tokens, most, found):
     """vLLM itself would stop the run, look up rows that the embedding has not, or sample a token too many."""
+
     async def session():
         with pytest.raises(ValueError, match=f"can't continue {found}: vLLM takes 1 to 35 tokens of ids 0 to"):
             await awake.generate(tokens, cfg.rollout, most, 0)
@@ -457,6 +500,7 @@ def test_a_prompt_that_vllm_cannot_take_is_its_sessions_mistake_alone(cfg, awake
 
 def test_sessions_are_the_same_by_vllms_front_end_and_past_it(cfg, awake, monkeypatch):
     """Tokens, log-probs and ends; one is given up, one has a second turn. (vLLM's own scheduler has need of vLLM's front end.)"""
+
     async def session(seed):
         job = asyncio.ensure_future(awake.generate([5, 6, 7, seed], cfg.rollout, 12, seed))
         if seed == 20:
@@ -464,15 +508,23 @@ def test_sessions_are_the_same_by_vllms_front_end_and_past_it(cfg, awake, monkey
             job.cancel()
             return await asyncio.gather(job, return_exceptions=True) and None
         reply = await job
-        return [reply, await awake.generate([5, 6, 7, seed, *reply.tokens], cfg.rollout, 3, seed)] if seed == 21 else reply
+        return (
+            [reply, await awake.generate([5, 6, 7, seed, *reply.tokens], cfg.rollout, 3, seed)] if seed == 21 else reply
+        )
 
     def replies(past):
         with monkeypatch.context() as patch:
-            patch.setattr(awake.llm.llm_engine, "add_request", lambda *args, real=awake.llm.llm_engine.add_request: added.append(args) or real(*args))
+            patch.setattr(
+                awake.llm.llm_engine,
+                "add_request",
+                lambda *args, real=awake.llm.llm_engine.add_request: added.append(args) or real(*args),
+            )
             with contextlib.nullcontext() if past else Schedule(awake, stock()):
                 result, core = awake.drive([session(seed) for seed in range(10, 40)]), awake.llm.llm_engine.engine_core
                 assert idle(awake)
-                while core.engine_core.scheduler.has_requests():  # ended ones, that the model runner is to hear of from the scheduler that had them
+                while (
+                    core.engine_core.scheduler.has_requests()
+                ):  # ended ones, that the model runner is to hear of from the scheduler that had them
                     core.get_output()
         return result
 
@@ -484,6 +536,7 @@ def test_sessions_are_the_same_by_vllms_front_end_and_past_it(cfg, awake, monkey
 
 def test_only_waiting_for_tools_and_rewards_is_idle(cfg, awake, monkeypatch):
     """Sessions that start, and tasks that they start in their turn, keep the host at work: no tool is waited for."""
+
     async def works(task, policy, cfg):
         time.sleep(0.02)
         t = Trajectory(task)
@@ -507,16 +560,32 @@ def make_groups(failures):
     groups = []
     for i, failed in enumerate(failures):
         sessions = [make_trajectory(uid=str(i), session_id=s) for s in range(failed, 4)]
-        groups.append(Group(TASKS[i], i, "failure" if failed else "finished", sessions, [f"traceback {i}.{s}" for s in range(failed)]))
+        groups.append(
+            Group(
+                TASKS[i],
+                i,
+                "failure" if failed else "finished",
+                sessions,
+                [f"traceback {i}.{s}" for s in range(failed)],
+            )
+        )
     return groups
 
 
 def test_failed_groups_are_dropped_or_their_survivors_kept(cfg):
     def kept(policy):
-        return [(g.index, len(g.trajectories)) for g in usable(make_groups([0, 1, 0, 3, 0]), dataclasses.replace(cfg.rollout, failed_groups=policy))]
+        return [
+            (g.index, len(g.trajectories))
+            for g in usable(make_groups([0, 1, 0, 3, 0]), dataclasses.replace(cfg.rollout, failed_groups=policy))
+        ]
 
     assert kept("drop") == kept("refill") == [(0, 4), (2, 4), (4, 4)]
-    assert kept("survivors") == [(0, 4), (1, 3), (2, 4), (4, 4)]  # one that is left alone has nothing to be compared with
+    assert kept("survivors") == [
+        (0, 4),
+        (1, 3),
+        (2, 4),
+        (4, 4),
+    ]  # one that is left alone has nothing to be compared with
 
 
 def test_raise_stops_for_a_group_that_passed_its_deadline_too(cfg):
@@ -539,22 +608,33 @@ def test_refill_of_one_prompt_may_fail(cfg, awake, monkeypatch):
             return [TASKS[2]] if size == 1 else TASKS
 
     use_agent(monkeypatch, fails_twice)
-    log = SimpleNamespace(timer=lambda phase: contextlib.nullcontext(), add=lambda metrics: logged.update(metrics), failures=lambda name, groups: None)
+    log = SimpleNamespace(
+        timer=lambda phase: contextlib.nullcontext(),
+        add=lambda metrics: logged.update(metrics),
+        failures=lambda name, groups: None,
+    )
     logged: dict = {}
     with knobs(awake, failed_groups="refill"):
-        whole, awake.cfg = awake.cfg, dataclasses.replace(awake.cfg, data=dataclasses.replace(awake.cfg.data, train_batch_size=6))
+        whole, awake.cfg = (
+            awake.cfg,
+            dataclasses.replace(awake.cfg, data=dataclasses.replace(awake.cfg.data, train_batch_size=6)),
+        )
         trajectories = sample(awake.cfg, awake, Unscored(), Stream(), 0, log)
         awake.cfg = whole
     assert len(trajectories) == 24 and logged["rollout/gen_batches"] == 3 and logged["rollout/groups_lost"] == 2
 
 
 def test_too_many_failed_groups_stop_the_run_with_the_first_traceback(cfg):
-    with pytest.raises(RuntimeError, match=r"(?s)3 of 5 groups failed, more than rollout.max_failed_fraction=0.5; the first:\ntraceback 1.0"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)3 of 5 groups failed, more than rollout.max_failed_fraction=0.5; the first:\ntraceback 1.0",
+    ):
         check_groups(make_groups([0, 1, 1, 2, 0]), cfg.rollout)
 
 
 def test_agent_may_return_several_outputs_and_branch(cfg, awake, monkeypatch):
     """Two continuations of one prefix, sampled side by side, and what each is followed by: four outputs of a session."""
+
     async def branches(task, policy, cfg):
         prompt = policy.encode(task.messages)
         outputs = []

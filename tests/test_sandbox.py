@@ -1,4 +1,5 @@
 """What the policy's code can't do in the sandbox, with the audit hook and without it."""
+
 import asyncio
 import os
 import socket
@@ -18,16 +19,29 @@ from tools import Call, Toolbox
 
 def test_prints_and_results_come_in_order():
     assert python("print(6 * 7)") == "42\n"
-    assert python("import math, random, json, itertools, datetime, statistics, zoneinfo\nprint(math.sqrt(4), zoneinfo.ZoneInfo('Europe/Paris'))") == "2.0 Europe/Paris\n"
+    assert (
+        python(
+            "import math, random, json, itertools, datetime, statistics, zoneinfo\nprint(math.sqrt(4), zoneinfo.ZoneInfo('Europe/Paris'))"
+        )
+        == "2.0 Europe/Paris\n"
+    )
     report = 'before\nTraceback (most recent call last):\n  File "<code>", line 3, in <module>\n  File "<code>", line 2, in f\nZeroDivisionError: division by zero\n\n[exit status 1]'
     assert python("print('before')\ndef f(): return 1 / 0\nf()") == report  # no path of this machine
 
 
-@pytest.mark.parametrize(("code", "text"), [
-    ("import sys; print('x'); sys.exit(3)", "x\n\n[exit status 3]"), ("import os; os._exit(0)", ""), ("input()", "EOFError"), ("def f(:", "SyntaxError: invalid syntax"), ("\ud800", "\n[exit status 1]"),
-    ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nprint(A(3))", "A(x=3)"), ("import threading\nt = threading.Thread(target=print, args=(5,)); t.start(); t.join()", "5"),
-    ("open('a.txt', 'w').write('hi'); print(open('a.txt').read())", "hi"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("import sys; print('x'); sys.exit(3)", "x\n\n[exit status 3]"),
+        ("import os; os._exit(0)", ""),
+        ("input()", "EOFError"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("\ud800", "\n[exit status 1]"),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nprint(A(3))", "A(x=3)"),
+        ("import threading\nt = threading.Thread(target=print, args=(5,)); t.start(); t.join()", "5"),
+        ("open('a.txt', 'w').write('hi'); print(open('a.txt').read())", "hi"),
+    ],
+)
 def test_programs_end_as_they_do(code, text):
     assert text in python(code)
 
@@ -56,12 +70,30 @@ def test_output_and_files_are_limited():
     assert "File too large" in python("with open('big', 'w') as f:\n    while True: f.write('x' * 10**6)")
 
 
-@pytest.mark.parametrize("code", [
-    "import socket; socket.create_connection(('127.0.0.1', PORT), 2)", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:PORT', timeout=2)", "import subprocess; subprocess.run(['ls'])", "import os; os.system('ls')",
-    "import os; os.fork()", "import os; os.kill(os.getppid(), 9)", "import os; os.execv('/bin/ls', ['ls'])", "import ctypes; ctypes.CDLL(None)",
-    "open('OUT/evil', 'w')", "import os; os.open('OUT/evil', os.O_CREAT | os.O_WRONLY)", "import os; os.mkdir('OUT/evil')", "import pathlib; pathlib.Path('OUT/evil').write_text('x')", "import shutil; shutil.rmtree('OUT')",
-    "import os; os.symlink('OUT', 'link'); open('link/evil', 'w')", "open('a', 'w'); import os; os.rename('a', 'OUT/evil')", "open('OUT/secret').read()", "open('/proc/self/environ').read()", "import os; os.listdir('OUT')", "open('../' * 20 + 'OUT/secret')",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:PORT', timeout=2)",
+        "import subprocess; subprocess.run(['ls'])",
+        "import os; os.system('ls')",
+        "import os; os.fork()",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.execv('/bin/ls', ['ls'])",
+        "import ctypes; ctypes.CDLL(None)",
+        "open('OUT/evil', 'w')",
+        "import os; os.open('OUT/evil', os.O_CREAT | os.O_WRONLY)",
+        "import os; os.mkdir('OUT/evil')",
+        "import pathlib; pathlib.Path('OUT/evil').write_text('x')",
+        "import shutil; shutil.rmtree('OUT')",
+        "import os; os.symlink('OUT', 'link'); open('link/evil', 'w')",
+        "open('a', 'w'); import os; os.rename('a', 'OUT/evil')",
+        "open('OUT/secret').read()",
+        "open('/proc/self/environ').read()",
+        "import os; os.listdir('OUT')",
+        "open('../' * 20 + 'OUT/secret')",
+    ],
+)
 def test_what_is_refused(code, tmp_path):
     (tmp_path / "secret").write_text("swordfish")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -76,14 +108,20 @@ def test_hook_follows_links(tmp_path):
     guard = sandbox.make_guard((f"{own}/",), (f"{other}/readable/",))
     guard("open", (str(own / "a"), "w", os.O_WRONLY))
     guard("open", (str(own / "link" / "readable" / "a"), "r", os.O_RDONLY))
-    for event, args in (("open", (str(own / "link" / "a"), "w", os.O_WRONLY)), ("open", (str(own / "link" / "readable" / "a"), "r+", os.O_RDWR)), ("os.rename", (str(own / "a"), str(other / "a"), -1, -1))):
+    for event, args in (
+        ("open", (str(own / "link" / "a"), "w", os.O_WRONLY)),
+        ("open", (str(own / "link" / "readable" / "a"), "r+", os.O_RDWR)),
+        ("os.rename", (str(own / "a"), str(other / "a"), -1, -1)),
+    ):
         with pytest.raises(PermissionError):
             guard(event, args)
 
 
 def test_environment_is_empty(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "swordfish")
-    assert "swordfish" not in python("import os; print(dict(os.environ))") and "WANDB" not in python("import os; print(dict(os.environ))")
+    assert "swordfish" not in python("import os; print(dict(os.environ))") and "WANDB" not in python(
+        "import os; print(dict(os.environ))"
+    )
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -95,7 +133,10 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 def test_tool_that_is_stopped_at_its_deadline_leaves_no_folder(tmp_path, monkeypatch):
     """Its worker is killed long before the sandbox's own deadline, and clears up nothing."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    box, call = Toolbox(AgentConfig(tools=("python",), tool_timeout_s=1.0, tool_workers=1)), Call("python", {"code": "open('a', 'w').write('x')\nwhile True: pass"})
+    box, call = (
+        Toolbox(AgentConfig(tools=("python",), tool_timeout_s=1.0, tool_workers=1)),
+        Call("python", {"code": "open('a', 'w').write('x')\nwhile True: pass"}),
+    )
 
     async def ask_and_look():
         asked = asyncio.ensure_future(box.call(call))

@@ -1,4 +1,5 @@
 """scheduler.py beside vLLM's own scheduler: the same tokens, log-probs and ends, request by request, in every order of events."""
+
 import asyncio
 import itertools
 import os
@@ -30,9 +31,14 @@ class Schedule:
         assert not own.has_requests()
         own.vllm_config.scheduler_config.async_scheduling = self.asynchronous
         self.core.scheduler = self.kind(
-            vllm_config=own.vllm_config, kv_cache_config=own.kv_cache_config, structured_output_manager=own.structured_output_manager, include_finished_set=False, log_stats=False,
-            block_size=own.block_size, hash_block_size=own.hash_block_size,
-        )  # fmt: skip
+            vllm_config=own.vllm_config,
+            kv_cache_config=own.kv_cache_config,
+            structured_output_manager=own.structured_output_manager,
+            include_finished_set=False,
+            log_stats=False,
+            block_size=own.block_size,
+            hash_block_size=own.hash_block_size,
+        )
         return self.core.scheduler
 
     def __exit__(self, *_):
@@ -64,12 +70,16 @@ def play(engine, kind, sessions, few_blocks=None, few_seqs=None):
         replies = engine.drive([session(engine) for session in sessions])
         if few_blocks:
             pool.free_blocks(held)
-        assert not schedules.requests and schedules.kv_cache_manager.block_pool.get_num_free_blocks() == engine_blocks(engine), "every block came back"
+        assert not schedules.requests and schedules.kv_cache_manager.block_pool.get_num_free_blocks() == engine_blocks(
+            engine
+        ), "every block came back"
         return replies, steps, max(preempted)
 
 
 def engine_blocks(engine):
-    return engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.num_blocks - 1  # one is vLLM's own null block
+    return (
+        engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.num_blocks - 1
+    )  # one is vLLM's own null block
 
 
 def stock():
@@ -115,16 +125,31 @@ def given_up(prompt, seed, after):
 
 
 def prompts(n, rng):
-    return [[rng.randrange(5, 90) for _ in range(rng.choice([1, 3, 16, 100, 126, 127, 128, 129, 255, 257]))] for _ in range(n)]
+    return [
+        [rng.randrange(5, 90) for _ in range(rng.choice([1, 3, 16, 100, 126, 127, 128, 129, 255, 257]))]
+        for _ in range(n)
+    ]
 
 
 CASES = {
     "all decode": lambda rng: ([one_turn(p, 140, i) for i, p in enumerate(prompts(12, rng))], {}),
-    "lengths of one to 150": lambda rng: ([one_turn(p, rng.choice([1, 2, 5, 149, 150]), i) for i, p in enumerate(prompts(20, rng))], {}),
-    "more than run at once": lambda rng: ([one_turn(p, rng.randrange(1, 60), i) for i, p in enumerate(prompts(20, rng))], {"few_seqs": 3}),
+    "lengths of one to 150": lambda rng: (
+        [one_turn(p, rng.choice([1, 2, 5, 149, 150]), i) for i, p in enumerate(prompts(20, rng))],
+        {},
+    ),
+    "more than run at once": lambda rng: (
+        [one_turn(p, rng.randrange(1, 60), i) for i, p in enumerate(prompts(20, rng))],
+        {"few_seqs": 3},
+    ),
     "one prompt, many sessions": lambda rng: ([one_turn(p, 60, i) for p in prompts(2, rng) for i in range(8)], {}),
     "turns": lambda rng: ([turns(p, 4, 100 * i) for i, p in enumerate(prompts(8, rng))], {}),
-    "some are given up": lambda rng: ([*[one_turn(p, 12, i) for i, p in enumerate(prompts(6, rng))], *[given_up(p, i, i) for i, p in enumerate(prompts(9, rng))]], {}),
+    "some are given up": lambda rng: (
+        [
+            *[one_turn(p, 12, i) for i, p in enumerate(prompts(6, rng))],
+            *[given_up(p, i, i) for i, p in enumerate(prompts(9, rng))],
+        ],
+        {},
+    ),
     "stop tokens": lambda rng: ([one_turn(p, 150, i) for i, p in enumerate(prompts(12, rng))], {}),
     "too few blocks": lambda rng: ([one_turn(p, 150, i) for i, p in enumerate(prompts(12, rng))], {"few_blocks": 9}),
 }
@@ -142,14 +167,33 @@ def ahead(engine, kind, seed: int, few_blocks: int):
     from vllm.v1.request import Request, RequestStatus
 
     with Schedule(engine, kind, asynchronous=True) as schedules:
-        rng, pool, hasher = random.Random(seed), schedules.kv_cache_manager.block_pool, engine.llm.llm_engine.engine_core.engine_core.request_block_hasher
+        rng, pool, hasher = (
+            random.Random(seed),
+            schedules.kv_cache_manager.block_pool,
+            engine.llm.llm_engine.engine_core.engine_core.request_block_hasher,
+        )
         held = pool.get_new_blocks(pool.get_num_free_blocks() - few_blocks)
         waiting, given_up, at = {}, {}, {}
         for name in map(str, range(24)):
             most = rng.choice([1, 2, 60, 150, 430])
-            params = SamplingParams(temperature=1.0, max_tokens=most, min_tokens=min(rng.choice([0, 0, 1, 40]), most), logprobs=0, stop_token_ids=rng.choice([[7], [], [*range(5, 12)]]))
+            params = SamplingParams(
+                temperature=1.0,
+                max_tokens=most,
+                min_tokens=min(rng.choice([0, 0, 1, 40]), most),
+                logprobs=0,
+                stop_token_ids=rng.choice([[7], [], [*range(5, 12)]]),
+            )
             prompt = [rng.randrange(5, 90) for _ in range(rng.choice([1, 100, 127, 128, 129, 250]))]
-            waiting[name] = rng.choice([0, 0, rng.randrange(40)]), Request(request_id=name, prompt_token_ids=prompt, sampling_params=params, pooling_params=None, block_hasher=hasher)
+            waiting[name] = (
+                rng.choice([0, 0, rng.randrange(40)]),
+                Request(
+                    request_id=name,
+                    prompt_token_ids=prompt,
+                    sampling_params=params,
+                    pooling_params=None,
+                    block_hasher=hasher,
+                ),
+            )
             if rng.random() < 0.2:
                 given_up[name] = rng.randrange(1, 60)
         made, ended, steps, queue, preempted, step = {name: ([], []) for name in waiting}, {}, [], [], 0, 0
@@ -167,7 +211,9 @@ def ahead(engine, kind, seed: int, few_blocks: int):
                 tokens = []
                 for new in output.scheduled_new_reqs:
                     at[new.req_id] = new.num_computed_tokens, len(new.prompt_token_ids)
-                resumed = dict(zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens))
+                resumed = dict(
+                    zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens)
+                )
                 for name in names:
                     place, whole = at[name]
                     if name in output.scheduled_cached_reqs.resumed_req_ids:
@@ -176,10 +222,27 @@ def ahead(engine, kind, seed: int, few_blocks: int):
                     at[name] = place, whole
                     tokens.append([random.Random(f"{name}/{place}").randrange(5, 90)] if place >= whole else [])
                 rows = len(names)
-                logprobs = LogprobsLists(numpy.zeros((rows, 1)), numpy.array([[-float(at[name][0])] for name in names]).reshape(rows, 1), numpy.zeros(rows), None)
+                logprobs = LogprobsLists(
+                    numpy.zeros((rows, 1)),
+                    numpy.array([[-float(at[name][0])] for name in names]).reshape(rows, 1),
+                    numpy.zeros(rows),
+                    None,
+                )
                 if names:
                     places = {name: i for i, name in enumerate(names)}
-                    queue.append((output, ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens, logprobs=logprobs, prompt_logprobs_dict={}, pooler_output=[])))
+                    queue.append(
+                        (
+                            output,
+                            ModelRunnerOutput(
+                                req_ids=names,
+                                req_id_to_index=places,
+                                sampled_token_ids=tokens,
+                                logprobs=logprobs,
+                                prompt_logprobs_dict={},
+                                pooler_output=[],
+                            ),
+                        )
+                    )
             if queue and (len(queue) == 2 or not steps[-1] or not schedules.has_requests()):
                 for of in schedules.update_from_output(*queue.pop(0)).values():
                     for o in of.outputs:
@@ -206,14 +269,28 @@ def main(tiny: str, out: str) -> None:
     from launch import make_accelerator
     from sync_weights import sync_weights
 
-    cfg = load_config([*flags(Path(tiny)), "--data.max-prompt-length", "300", "--data.max-response-length", "150", "--actor.ppo-max-token-len-per-gpu", "512", "--rollout.max-num-seqs", "64"])
+    cfg = load_config(
+        [
+            *flags(Path(tiny)),
+            "--data.max-prompt-length",
+            "300",
+            "--data.max-response-length",
+            "150",
+            "--actor.ppo-max-token-len-per-gpu",
+            "512",
+            "--rollout.max-num-seqs",
+            "64",
+        ]
+    )
     tokenizer, accelerator = load_tokenizer(cfg.actor.path), make_accelerator(cfg.actor)
     engine = Engine(cfg, tokenizer)
     sync_weights(Actor(cfg.actor, accelerator, len(tokenizer), 1.0), engine, cfg.sync, [])
     played, kinds, own_stops = {}, {"vLLM's": stock(), "ours": lean_scheduler(False)}, engine.stop_token_ids
     short = kinds["ours"].short = []
     real = kinds["ours"].decode_output
-    kinds["ours"].decode_output = lambda self, names, *rest: short.append((len(names), self.cohort is not None)) or real(self, names, *rest)
+    kinds["ours"].decode_output = lambda self, names, *rest: (
+        short.append((len(names), self.cohort is not None)) or real(self, names, *rest)
+    )
     taken, in_vain = kinds["ours"].schedule_cohort, []
 
     def taking(self):
@@ -246,7 +323,14 @@ def main(tiny: str, out: str) -> None:
 def played(tiny, tmp_path_factory):
     """(replies, tokens of each step, most preemptions, requests of each short step) by case and scheduler. In a process of its own: a second engine ends the first one's groups."""
     out = tmp_path_factory.mktemp("played") / "out.pickle"
-    done = subprocess.run([sys.executable, __file__, str(tiny), str(out)], cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, __file__, str(tiny), str(out)],
+        cwd=ROOT,
+        env=launch_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return pickle.loads(out.read_bytes())
 
@@ -262,7 +346,9 @@ def test_same_tokens_log_probs_and_ends(played, case):
 @pytest.mark.parametrize("few_blocks", [200, 60, 12])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_same_when_steps_are_scheduled_ahead(played, seed, few_blocks):
-    (theirs, steps, preempted, cached), (ours, our_steps, our_preempted, ours_cached) = (played[f"ahead {seed} {few_blocks}", name] for name in ("vLLM's", "ours"))
+    (theirs, steps, preempted, cached), (ours, our_steps, our_preempted, ours_cached) = (
+        played[f"ahead {seed} {few_blocks}", name] for name in ("vLLM's", "ours")
+    )
     assert ours == theirs and our_steps == steps and our_preempted == preempted
     assert few_blocks < 200 or ours_cached == cached > 10, "blocks that decoding filled are found by later prompts"
     assert len(theirs) > 15 and (preempted > 0) == (few_blocks == 12)
@@ -283,7 +369,14 @@ def test_no_cohort_is_made_where_blocks_are_too_few_for_one(played):
 
 
 def test_tokens_that_went_round_a_cohorts_ring_come_back_in_order():
-    request = SimpleNamespace(request_id="1", num_computed_tokens=3, _output_token_ids=[], num_output_placeholders=0, max_tokens=99, sampling_params=SimpleNamespace(eos_token_id=None, stop_token_ids=[]))
+    request = SimpleNamespace(
+        request_id="1",
+        num_computed_tokens=3,
+        _output_token_ids=[],
+        num_output_placeholders=0,
+        max_tokens=99,
+        sampling_params=SimpleNamespace(eos_token_id=None, stop_token_ids=[]),
+    )
     cohort, given, known = scheduler.Cohort([request], every=4, longest=200), [], 0
     for step in range(1, 100):
         cohort.tokens[0, cohort.done % cohort.width] = step
@@ -296,7 +389,9 @@ def test_tokens_that_went_round_a_cohorts_ring_come_back_in_order():
 
 def test_stop_token_ends_a_request(played):
     replies = played["stop tokens", "ours"][0]
-    assert {reason for _, _, reason in replies} == {"stop"} and all(tokens[-1] in STOPS and not {*tokens[:-1]} & {*STOPS} for tokens, _, _ in replies)
+    assert {reason for _, _, reason in replies} == {"stop"} and all(
+        tokens[-1] in STOPS and not {*tokens[:-1]} & {*STOPS} for tokens, _, _ in replies
+    )
 
 
 if __name__ == "__main__":

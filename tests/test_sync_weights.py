@@ -1,4 +1,5 @@
 """The weights reach vLLM, and a sync that lies stops the run and names what is wrong. Real vLLM, real FSDP."""
+
 import dataclasses
 import gc
 
@@ -38,7 +39,11 @@ def test_sum_of_bits_is_of_the_whole_tensor(monkeypatch):
 
 def test_sum_of_bits_of_many_tensors_is_that_of_each(monkeypatch):
     """Small ones are added up together, of two types too."""
-    tensors = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (1, 2, 40, 7, 30) for dtype in (torch.bfloat16, torch.float32)]
+    tensors = [
+        torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).to(dtype)
+        for n in (1, 2, 40, 7, 30)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
     each = sum(int(t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).long().sum()) for t in tensors)
     for at_once in (1, 7, 100, 1000):
         monkeypatch.setattr("copies.SUMMED_AT_ONCE", at_once)
@@ -83,7 +88,9 @@ def test_a_later_sync_does_vllms_copies_without_its_loader(cfg, tokenizer, engin
     copied = held(engine)
     engine.model.load_weights(actor.weights(engine.dtype))
     loaded = held(engine)
-    assert all(torch.equal(copied[name], loaded[name]) and not torch.equal(copied[name], before[name]) for name in loaded)
+    assert all(
+        torch.equal(copied[name], loaded[name]) and not torch.equal(copied[name], before[name]) for name in loaded
+    )
 
 
 def test_a_wrong_copy_is_found_by_its_bits(cfg, tokenizer, engine, actor, monkeypatch):
@@ -94,7 +101,10 @@ def test_a_wrong_copy_is_found_by_its_bits(cfg, tokenizer, engine, actor, monkey
     engine.copies.places[key] = [(parameter, into.clone(), *part)]
     engine.sleep()
     train_once(actor, tokenizer)
-    with pytest.raises(SyncError, match=r"vLLM holds other bits.*1 of the actor's tensors were different: model.layers.1.self_attn.v_proj.weight"):
+    with pytest.raises(
+        SyncError,
+        match=r"vLLM holds other bits.*1 of the actor's tensors were different: model.layers.1.self_attn.v_proj.weight",
+    ):
         sync_weights(actor, engine, cfg.sync, [])
     reset(engine)
 
@@ -115,7 +125,12 @@ def test_parts_of_a_tensor_land_where_the_loader_put_them_unless_it_does_more(do
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.top, self.turned, self.calls, self.total = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3, 2)), 0, None
+            self.top, self.turned, self.calls, self.total = (
+                torch.nn.Parameter(torch.zeros(2, 3)),
+                torch.nn.Parameter(torch.zeros(3, 2)),
+                0,
+                None,
+            )
 
         @torch.no_grad()
         def load_weights(self, weights):
@@ -156,7 +171,10 @@ def test_parameters_that_share_memory_are_left_to_the_loader():
 
     model.load_weights, copies = load_weights, Copies()
     for n in range(3):
-        assert copies.load(model, [("a", torch.arange(4.0) + n)], lambda: None) == {"a", "b"} and model.b.tolist() == [n, n + 1]
+        assert copies.load(model, [("a", torch.arange(4.0) + n)], lambda: None) == {"a", "b"} and model.b.tolist() == [
+            n,
+            n + 1,
+        ]
     assert len(calls) == 3
 
 
@@ -165,7 +183,9 @@ def test_a_loader_that_does_more_than_copies_loads_every_stream(cfg, engine, act
     """One that makes tensors of its own of what it gets, or writes when it has seen all; the stream's own work is not the loader's."""
     calls = loads(engine, monkeypatch)
     real = engine.model.load_weights
-    monkeypatch.setattr(engine.model, "load_weights", lambda ws: real(((n, w.clone()) for n, w in ws) if way == "changes" else list(ws)))
+    monkeypatch.setattr(
+        engine.model, "load_weights", lambda ws: real(((n, w.clone()) for n, w in ws) if way == "changes" else list(ws))
+    )
     for _ in range(3):
         sync_weights(actor, engine, cfg.sync, [])
         engine.sleep()
@@ -186,7 +206,9 @@ def test_copies_are_noted_anew_when_a_parameter_has_moved(cfg, tokenizer, engine
 
 
 @pytest.mark.parametrize("touches, times", [("a buffer", 1), ("a parameter", 3), ("a tensor", 3)])
-def test_what_follows_on_loading_is_left_out_only_when_no_parameter_is_in_it(cfg, engine, actor, monkeypatch, touches, times):
+def test_what_follows_on_loading_is_left_out_only_when_no_parameter_is_in_it(
+    cfg, engine, actor, monkeypatch, touches, times
+):
     """vLLM makes other forms of some models' weights then, which must follow the weights; of most it does nothing but to set constants, in buffers that it keeps over a sleep."""
     loads(engine, monkeypatch)
     weight, tensor, done = engine.model.get_parameter("model.norm.weight"), torch.zeros(()), []
@@ -223,7 +245,9 @@ def test_a_sleep_does_not_stop_when_another_process_takes_memory_of_the_gpu(cfg,
     monkeypatch.setattr(engine, "sleeps", True)
     engine.sleep()
     assert (slept, engine.state) == ([(2, False, False)], "asleep")
-    assert gc.collect is collect and torch.cuda.empty_cache is empty and torch.accelerator.get_memory_info() == (100, 100)  # as they were
+    assert (
+        gc.collect is collect and torch.cuda.empty_cache is empty and torch.accelerator.get_memory_info() == (100, 100)
+    )  # as they were
 
 
 def test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it(cfg, engine, actor, monkeypatch):
@@ -235,9 +259,11 @@ def test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it(c
     monkeypatch.setattr(engine.llm, "wake_up", lambda tags: events.append(tags[0]))
     monkeypatch.setattr(engine, "sleeps", True)
     for (free[0], asleep[0]), state, wake, expected in [
-        ((53, 50), "asleep", engine.wake_weights, ["weights"]), ((51, 50), "asleep", engine.wake_weights, ["emptied", "weights"]),
-        ((53, 49), "loading", lambda: engine.wake_cache(0), ["kv_cache"]), ((50, 49), "loading", lambda: engine.wake_cache(0), ["emptied", "kv_cache"]),
-    ]:  # fmt: skip
+        ((53, 50), "asleep", engine.wake_weights, ["weights"]),
+        ((51, 50), "asleep", engine.wake_weights, ["emptied", "weights"]),
+        ((53, 49), "loading", lambda: engine.wake_cache(0), ["kv_cache"]),
+        ((50, 49), "loading", lambda: engine.wake_cache(0), ["emptied", "kv_cache"]),
+    ]:
         engine.state = state
         wake()
         assert events == expected, (free, asleep)
@@ -278,7 +304,9 @@ def with_stream(actor, monkeypatch, change):
 
 def test_sync_without_a_whole_parameter_names_it(cfg, engine, actor, monkeypatch):
     with_stream(actor, monkeypatch, lambda ws: ((n, w) for n, w in ws if n != "model.layers.1.mlp.down_proj.weight"))
-    with pytest.raises(SyncError, match=r"1 of vLLM's \d+ parameters were not written: model.layers.1.mlp.down_proj.weight"):
+    with pytest.raises(
+        SyncError, match=r"1 of vLLM's \d+ parameters were not written: model.layers.1.mlp.down_proj.weight"
+    ):
         sync_weights(actor, engine, cfg.sync, PROMPTS)
     reset(engine)
 
@@ -289,7 +317,9 @@ def test_sync_without_a_part_of_a_fused_parameter_names_it(cfg, tokenizer, engin
     engine.sleep()
     train_once(actor, tokenizer)
     with_stream(actor, monkeypatch, lambda ws: ((n, w) for n, w in ws if n != "model.layers.0.self_attn.k_proj.weight"))
-    with pytest.raises(SyncError, match=r"1 of the actor's tensors were different: model.layers.0.self_attn.k_proj.weight"):
+    with pytest.raises(
+        SyncError, match=r"1 of the actor's tensors were different: model.layers.0.self_attn.k_proj.weight"
+    ):
         sync_weights(actor, engine, cfg.sync, [])
     reset(engine)
 
@@ -309,7 +339,10 @@ def test_tensor_changed_after_the_bits_were_compared_is_found_by_the_probe(cfg, 
         wake_cache(version)
 
     monkeypatch.setattr(engine, "wake_cache", corrupt)
-    with pytest.raises(SyncError, match=r"worst .* at token \d+, position \d+ of probe \d+: vLLM .*, actor .*model.layers.1.mlp.down_proj.weight \(by up to"):
+    with pytest.raises(
+        SyncError,
+        match=r"worst .* at token \d+, position \d+ of probe \d+: vLLM .*, actor .*model.layers.1.mlp.down_proj.weight \(by up to",
+    ):
         sync_weights(actor, engine, cfg.sync, PROMPTS)
 
 

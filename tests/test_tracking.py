@@ -1,4 +1,5 @@
 """What wandb (offline) and TensorBoard hold of a run that was stopped after step 1's record and did that step again."""
+
 import json
 import os
 import struct
@@ -11,14 +12,24 @@ import pytest
 from log import LogConfig
 from tracking import Trackers
 
-SAMPLE = {"prompt": [{"role": "user", "content": "2+2="}], "response": "is 4", "ground_truth": "4", "score": 1.0, "advantage": 0.5, "finish_reason": "stop"}
+SAMPLE = {
+    "prompt": [{"role": "user", "content": "2+2="}],
+    "response": "is 4",
+    "ground_truth": "4",
+    "score": 1.0,
+    "advantage": 0.5,
+    "finish_reason": "stop",
+}
 SETTINGS = {"actor": {"lr": 0.25}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, accelerator):
     os.environ["WANDB_MODE"] = "offline"
-    folder, cfg = tmp_path_factory.mktemp("tracked"), LogConfig(logger=("wandb", "tensorboard"), experiment_name="named")
+    folder, cfg = (
+        tmp_path_factory.mktemp("tracked"),
+        LogConfig(logger=("wandb", "tensorboard"), experiment_name="named"),
+    )
     first = Trackers(cfg, folder, 0, SETTINGS, None)
     first.log(0, {"reward/mean": 0.125}, [SAMPLE])
     first.log(1, {"reward/mean": 0.25}, [])
@@ -56,13 +67,29 @@ def test_wandb_holds_metrics_by_step_configuration_and_samples(folder):
         time.sleep(0.2)  # wandb's own process writes them, on a busy machine after finish() has returned
     runs = [list(wandb_records(path)) for path in files]
     assert len({path.stem for path in files}) == 1 and len(runs) == 2, "one run, begun and resumed"
-    history = [[{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item} for r in run if r.WhichOneof("record_type") == "history"] for run in runs]
-    assert [[(row["step"], row["reward/mean"]) for row in rows] for rows in history] == [[(0, 0.125), (1, 0.25)], [(1, 0.5), (2, 0.75)]]
-    assert all(any(r.metric.glob_name == "*" and r.metric.step_metric == "step" for r in run) for run in runs), "drawn over the training step, not over wandb's own count"
+    history = [
+        [
+            {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item}
+            for r in run
+            if r.WhichOneof("record_type") == "history"
+        ]
+        for run in runs
+    ]
+    assert [[(row["step"], row["reward/mean"]) for row in rows] for rows in history] == [
+        [(0, 0.125), (1, 0.25)],
+        [(1, 0.5), (2, 0.75)],
+    ]
+    assert all(any(r.metric.glob_name == "*" and r.metric.step_metric == "step" for r in run) for run in runs), (
+        "drawn over the training step, not over wandb's own count"
+    )
     [started] = [r.run for r in runs[0] if r.WhichOneof("record_type") == "run"]
-    assert {c.key: json.loads(c.value_json) for c in started.config.update if c.key != "_wandb"} == SETTINGS and started.display_name == "named"
+    assert {
+        c.key: json.loads(c.value_json) for c in started.config.update if c.key != "_wandb"
+    } == SETTINGS and started.display_name == "named"
     table = json.loads((files[0].parent / "files" / history[0][0]["samples/path"]).read_text())
-    assert table["columns"][:2] == ["prompt", "response"] and table["data"] == [[str(SAMPLE["prompt"]), "is 4", "4", 1.0, 0.5, "stop"]]
+    assert table["columns"][:2] == ["prompt", "response"] and table["data"] == [
+        [str(SAMPLE["prompt"]), "is 4", "4", 1.0, 0.5, "stop"]
+    ]
 
 
 def test_tensorboard_shows_a_step_as_it_was_done_last(folder):
@@ -72,7 +99,10 @@ def test_tensorboard_shows_a_step_as_it_was_done_last(folder):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.125), (1, 0.5), (2, 0.75)]
     texts = [e.tensor_proto.string_val[0].decode() for e in events.Tensors("samples/text_summary")]
-    assert "is 4" in texts[-1] and "lr: 0.25" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert (
+        "is 4" in texts[-1]
+        and "lr: 0.25" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    )
 
 
 def test_a_tracker_that_is_not_installed_is_the_users_to_install():

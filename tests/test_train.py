@@ -1,4 +1,5 @@
 """Whole runs as a user starts them: `accelerate launch train.py ...` with real vLLM and real FSDP on the CPU."""
+
 import json
 import os
 import shutil
@@ -36,25 +37,71 @@ def one(tiny, tmp_path_factory):
 
 
 FOUR_STEPS = (
-    "--trainer.total-training-steps", "4", "--checkpoint.save-freq", "2", "--loss.use-kl-loss", "--ref.param-offload", "--algorithm.use-kl-in-reward",
-    "--algorithm.kl-ctrl-type", "adaptive", "--loss.rollout-is", "token", "--loss.entropy-coeff", "0.01", "--actor.shuffle", "--trainer.test-freq", "3",
-)  # fmt: skip
+    "--trainer.total-training-steps",
+    "4",
+    "--checkpoint.save-freq",
+    "2",
+    "--loss.use-kl-loss",
+    "--ref.param-offload",
+    "--algorithm.use-kl-in-reward",
+    "--algorithm.kl-ctrl-type",
+    "adaptive",
+    "--loss.rollout-is",
+    "token",
+    "--loss.entropy-coeff",
+    "0.01",
+    "--actor.shuffle",
+    "--trainer.test-freq",
+    "3",
+)
 
 
 def test_run_leaves_metrics_rollouts_config_and_checkpoints(one, tiny):
     run_dir, metrics, console = one
     assert [record["step"] for record in metrics] == [0, 1, 2, 3, 4]
-    assert [any(name.startswith("val/") for name in record) for record in metrics] == [True, False, False, True, True]  # before, every 3, at the end
+    assert [any(name.startswith("val/") for name in record) for record in metrics] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]  # before, every 3, at the end
     last = metrics[3]
-    for name in ("reward/mean", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "critic/advantages/mean", "response_length/clip_ratio",
-                 "reward/kl", "reward/frac_zero_std", "correction/k3", "correction/ess", "sync/probe_diff_max", "timing_s/gen", "timing_s/update_actor", "perf/throughput",
-                 "perf/gen_tokens_per_s", "perf/train_tokens_per_s", "perf/max_memory_gb"):  # fmt: skip
+    for name in (
+        "reward/mean",
+        "actor/pg_loss",
+        "actor/kl_loss",
+        "actor/entropy",
+        "actor/grad_norm",
+        "actor/lr",
+        "critic/advantages/mean",
+        "response_length/clip_ratio",
+        "reward/kl",
+        "reward/frac_zero_std",
+        "correction/k3",
+        "correction/ess",
+        "sync/probe_diff_max",
+        "timing_s/gen",
+        "timing_s/update_actor",
+        "perf/throughput",
+        "perf/gen_tokens_per_s",
+        "perf/train_tokens_per_s",
+        "perf/max_memory_gb",
+    ):
         assert name in last, name
     assert last["actor/num_updates"] == 2 and last["rollout/weight_version"] == 3
     assert all(record["sync/probe_diff_max"] < 1e-4 for record in metrics)
     rollouts = [json.loads(line) for line in (run_dir / "rollouts" / "000003.jsonl").read_text().splitlines()]
     assert len(rollouts) == 8 * 4 and len({r["key"] for r in rollouts}) == 32
-    assert set(rollouts[0]) >= {"prompt", "response", "ground_truth", "score", "advantage", "finish_reason", "weight_version"}
+    assert set(rollouts[0]) >= {
+        "prompt",
+        "response",
+        "ground_truth",
+        "score",
+        "advantage",
+        "finish_reason",
+        "weight_version",
+    }
     assert sum(r["score"] for r in rollouts) / 32 == pytest.approx(last["reward/mean"])
     assert len((run_dir / "rollouts" / "val-000004.jsonl").read_text().splitlines()) == 8
     settings = (run_dir / "config.yaml").read_text()
@@ -79,7 +126,10 @@ def test_same_seed_same_numbers(one, tiny, tmp_path):
 
 def test_two_ranks_give_the_rewards_and_updates_of_one(one, tiny, tmp_path):
     two, _ = run(tiny, tmp_path, *FOUR_STEPS, processes=2)
-    keys = [[json.loads(line)["key"] for line in (folder / "rollouts" / "000003.jsonl").read_text().splitlines()] for folder in (one[0], tmp_path / "run")]
+    keys = [
+        [json.loads(line)["key"] for line in (folder / "rollouts" / "000003.jsonl").read_text().splitlines()]
+        for folder in (one[0], tmp_path / "run")
+    ]
     assert keys[0] == keys[1]
     for ours, theirs in zip(without_times(two), without_times(one[1])):
         assert set(ours) == set(theirs)
@@ -135,7 +185,16 @@ def agents(tmp_path):
 
 def test_groups_that_fail_on_one_rank_of_two_are_dropped(tiny, tmp_path, agents):
     """32 rows an epoch, two of which always fail: the ranks agree on what is left, and the run goes on."""
-    metrics, console = run(tiny, tmp_path, *agents("fails_sometimes"), "--trainer.total-training-steps", "4", "--checkpoint.save-freq", "0", processes=2)
+    metrics, console = run(
+        tiny,
+        tmp_path,
+        *agents("fails_sometimes"),
+        "--trainer.total-training-steps",
+        "4",
+        "--checkpoint.save-freq",
+        "0",
+        processes=2,
+    )
     assert sum(record["rollout/groups_lost"] for record in metrics[:4]) == 2
     assert sum(record["rollout/num_trajectories"] / 4 for record in metrics[:4]) == 30
     failures = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if "fail" in path.name)
@@ -144,11 +203,23 @@ def test_groups_that_fail_on_one_rank_of_two_are_dropped(tiny, tmp_path, agents)
 
 
 def test_run_ends_whatever_threads_its_agents_left(tiny, tmp_path, agents):
-    run(tiny, tmp_path, *agents("leaves_a_thread"), "--trainer.total-training-steps", "1", "--checkpoint.save-freq", "0")
+    run(
+        tiny, tmp_path, *agents("leaves_a_thread"), "--trainer.total-training-steps", "1", "--checkpoint.save-freq", "0"
+    )
 
 
 def test_failed_sessions_that_are_not_to_pass_stop_every_rank(tiny, tmp_path, agents):
-    done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), *agents("fails_sometimes"), "--rollout.failed-groups", "raise", "--trainer.total-training-steps", "4"], 2)
+    done = launch(
+        [
+            *flags(tiny, "--log.default-local-dir", str(tmp_path)),
+            *agents("fails_sometimes"),
+            "--rollout.failed-groups",
+            "raise",
+            "--trainer.total-training-steps",
+            "4",
+        ],
+        2,
+    )
     assert done.returncode != 0 and "LookupError: nothing is known of" in done.stderr
 
 
@@ -166,10 +237,23 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def test_reward_that_hangs_stops_every_rank_soon(tiny, tmp_path):
     """Each score is given up after a second; the run, once a tenth of the step's 32 are lost, and not after all of them."""
     (tmp_path / "hangs.py").write_text(HANGS.format(path=str(tmp_path / "calls")))
-    args = flags(tiny, "--log.default-local-dir", str(tmp_path), "--reward.timeout-s", "1", "--trainer.no-val-before-train", "--reward.num-workers", "2")
+    args = flags(
+        tiny,
+        "--log.default-local-dir",
+        str(tmp_path),
+        "--reward.timeout-s",
+        "1",
+        "--trainer.no-val-before-train",
+        "--reward.num-workers",
+        "2",
+    )
     args[args.index("--reward.custom-path") + 1] = str(tmp_path / "hangs.py")
     done, ended = launch(args, 2), time.time()
-    assert done.returncode != 0 and "more than reward.max_failed_fraction=0.1" in done.stderr and "took more than reward.timeout_s=1" in done.stderr
+    assert (
+        done.returncode != 0
+        and "more than reward.max_failed_fraction=0.1" in done.stderr
+        and "took more than reward.timeout_s=1" in done.stderr
+    )
     calls = [float(line) for line in (tmp_path / "calls").read_text().splitlines()]
     assert len(calls) < 16 and ended - max(calls) < 10
 
@@ -177,18 +261,45 @@ def test_reward_that_hangs_stops_every_rank_soon(tiny, tmp_path):
 def test_two_ranks_that_share_a_vllm_sample_what_one_samples(tiny, tmp_path, agents):
     """Tensor parallel: identical requests in identical order on both ranks, also when sessions come back at times that no two runs share."""
     one, _ = run(tiny, tmp_path / "one", *agents("waits"), "--checkpoint.save-freq", "0")
-    two, _ = run(tiny, tmp_path / "two", *agents("waits"), "--checkpoint.save-freq", "0", "--rollout.tensor-model-parallel-size", "2", processes=2)
-    texts = [[json.loads(line)["response"] for line in (tmp_path / name / "run" / "rollouts" / "000000.jsonl").read_text().splitlines()] for name in ("one", "two")]
+    two, _ = run(
+        tiny,
+        tmp_path / "two",
+        *agents("waits"),
+        "--checkpoint.save-freq",
+        "0",
+        "--rollout.tensor-model-parallel-size",
+        "2",
+        processes=2,
+    )
+    texts = [
+        [
+            json.loads(line)["response"]
+            for line in (tmp_path / name / "run" / "rollouts" / "000000.jsonl").read_text().splitlines()
+        ]
+        for name in ("one", "two")
+    ]
     assert texts[0] == texts[1] and len(texts[0]) == 32
     for ours, theirs in zip(two[:2], one):
         assert ours["sync/probe_diff_max"] < 1e-4
-        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"]) and ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=2e-3)
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"]) and ours["actor/grad_norm"] == pytest.approx(
+            theirs["actor/grad_norm"], rel=2e-3
+        )
 
 
 def test_sessions_given_up_leave_the_vllm_that_ranks_share(tiny, tmp_path, agents):
     """A session that passes its deadline while it generates: the other rank has to drop its request too."""
     steps = ("--trainer.no-val-before-train", "--trainer.total-training-steps", "3", "--checkpoint.save-freq", "0")
-    metrics, _ = run(tiny, tmp_path, *agents("never_ends"), *steps, "--rollout.session-timeout-s", "2.5", "--rollout.tensor-model-parallel-size", "2", processes=2)
+    metrics, _ = run(
+        tiny,
+        tmp_path,
+        *agents("never_ends"),
+        *steps,
+        "--rollout.session-timeout-s",
+        "2.5",
+        "--rollout.tensor-model-parallel-size",
+        "2",
+        processes=2,
+    )
     assert sum(record.get("rollout/groups_lost", 0) for record in metrics) >= 2
     assert all(record["sync/probe_diff_max"] < 1e-4 for record in metrics)
 
@@ -220,7 +331,14 @@ def test_finished_run_can_be_validated_and_not_be_asked_for_fewer_steps(one, tin
 
 def test_reward_that_raises_in_validation_stops_the_run(tiny, tmp_path):
     (tmp_path / "raises.py").write_text("def compute_score(**row):\n    raise SystemExit('no judge')\n")
-    done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), "--reward.custom-path", str(tmp_path / "raises.py"), "--trainer.val-only"])
+    done = launch(
+        [
+            *flags(tiny, "--log.default-local-dir", str(tmp_path)),
+            "--reward.custom-path",
+            str(tmp_path / "raises.py"),
+            "--trainer.val-only",
+        ]
+    )
     assert done.returncode != 0 and "no judge" in done.stderr and "max_failed_fraction" in done.stderr
 
 
@@ -234,8 +352,22 @@ def test_export_loads_and_is_the_trained_model(one, tiny, tmp_path):
 
 
 def test_untied_model_in_bfloat16_by_rows(tiny, tmp_path):
-    metrics, _ = run(tiny, tmp_path, "--actor.path", str(tiny / "untied"), "--actor.dtype", "bfloat16", "--actor.no-use-dynamic-bsz", "--actor.ppo-micro-batch-size-per-gpu", "5",
-                     "--log.logger", "console", "wandb", "--checkpoint.save-freq", "0")  # fmt: skip
+    metrics, _ = run(
+        tiny,
+        tmp_path,
+        "--actor.path",
+        str(tiny / "untied"),
+        "--actor.dtype",
+        "bfloat16",
+        "--actor.no-use-dynamic-bsz",
+        "--actor.ppo-micro-batch-size-per-gpu",
+        "5",
+        "--log.logger",
+        "console",
+        "wandb",
+        "--checkpoint.save-freq",
+        "0",
+    )
     assert 1e-5 < metrics[1]["sync/probe_diff_mean"] < 0.1  # bfloat16 really: not float32's agreement
     assert not (tmp_path / "run" / "checkpoints").exists() and (tmp_path / "run" / "wandb").exists()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
@@ -245,7 +377,17 @@ def test_untied_model_in_bfloat16_by_rows(tiny, tmp_path):
 def test_fresh_start_moves_an_earlier_run_aside(tiny, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "old": 1}\n')
-    metrics, console = run(tiny, tmp_path, "--checkpoint.resume", "never", "--trainer.total-training-steps", "1", "--checkpoint.save-freq", "0", "--checkpoint.no-export-hf")
+    metrics, console = run(
+        tiny,
+        tmp_path,
+        "--checkpoint.resume",
+        "never",
+        "--trainer.total-training-steps",
+        "1",
+        "--checkpoint.save-freq",
+        "0",
+        "--checkpoint.no-export-hf",
+    )
     assert len(metrics) == 2 and "old" not in metrics[0]
     assert "old" in (tmp_path / "run.1" / "metrics.jsonl").read_text() and "run.1" in console
 
@@ -253,12 +395,27 @@ def test_fresh_start_moves_an_earlier_run_aside(tiny, tmp_path):
 @pytest.mark.parametrize("recipe", ["dapo", "dr_grpo", "gspo", "cispo", "reinforce_pp", "rloo"])
 def test_recipe_runs(tiny, tmp_path, recipe):
     """The published settings on the tiny model: sizes from `flags`, everything else from the file."""
-    more = ["--algorithm.overlong-buffer-len", "4"] if recipe == "dapo" else ["--rollout.n", "1"] if recipe == "reinforce_pp" else []
-    done = launch(["--config", str(ROOT / "configs" / f"{recipe}.yaml"), *flags(tiny, "--log.default-local-dir", str(tmp_path), "--log.experiment-name", "run"), *more])
+    more = (
+        ["--algorithm.overlong-buffer-len", "4"]
+        if recipe == "dapo"
+        else ["--rollout.n", "1"]
+        if recipe == "reinforce_pp"
+        else []
+    )
+    done = launch(
+        [
+            "--config",
+            str(ROOT / "configs" / f"{recipe}.yaml"),
+            *flags(tiny, "--log.default-local-dir", str(tmp_path), "--log.experiment-name", "run"),
+            *more,
+        ]
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = read_metrics(tmp_path / "run")
     updated = [record for record in metrics if "actor/grad_norm" in record]
-    assert len(updated) == 2 and all(record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0 for record in updated)
+    assert len(updated) == 2 and all(
+        record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0 for record in updated
+    )
     assert all(record["sync/probe_diff_max"] < 0.5 for record in metrics)
     if recipe == "dapo":
         assert all(record["reward/frac_zero_std"] == 0 and record["reward/overlong_penalty"] > 0 for record in updated)
@@ -266,12 +423,35 @@ def test_recipe_runs(tiny, tmp_path, recipe):
 
 def test_dynamic_sampling_gives_up_with_counts(tiny, tmp_path):
     """A random model never adds: every group's scores are equal, and two batches of eight is all that may be tried."""
-    line = fails(tiny, tmp_path, "--reward.custom-path", "None", "--algorithm.filter-groups", "--algorithm.max-num-gen-batches", "2", "--trainer.no-val-before-train")
-    assert "algorithm.max_num_gen_batches=2" in line and "0 groups to train on, 8 are needed: 0 groups were solved, 16 failed" in line
+    line = fails(
+        tiny,
+        tmp_path,
+        "--reward.custom-path",
+        "None",
+        "--algorithm.filter-groups",
+        "--algorithm.max-num-gen-batches",
+        "2",
+        "--trainer.no-val-before-train",
+    )
+    assert (
+        "algorithm.max_num_gen_batches=2" in line
+        and "0 groups to train on, 8 are needed: 0 groups were solved, 16 failed" in line
+    )
 
 
 def test_remax_compares_with_a_greedy_session(tiny, tmp_path):
-    metrics, _ = run(tiny, tmp_path, "--algorithm.adv-estimator", "remax", "--loss.rollout-rs", "token", "--loss.rollout-rs-threshold-low", "0.99999999", "--loss.rollout-rs-threshold-high", "1.00000001")
+    metrics, _ = run(
+        tiny,
+        tmp_path,
+        "--algorithm.adv-estimator",
+        "remax",
+        "--loss.rollout-rs",
+        "token",
+        "--loss.rollout-rs-threshold-low",
+        "0.99999999",
+        "--loss.rollout-rs-threshold-high",
+        "1.00000001",
+    )
     assert metrics[0]["actor/num_updates"] == 2 and 0 < metrics[0]["correction/rejected_frac"] < 1
     rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "000000.jsonl").read_text().splitlines()]
     for group in [rollouts[i : i + 4] for i in range(0, 32, 4)]:
@@ -299,7 +479,10 @@ def write(path, *rows):
     "change, named",
     [
         (lambda d, t: ("--data.train-files", "nowhere.jsonl"), ["data.train_files", "nowhere.jsonl"]),
-        (lambda d, t: ("--data.train-files", write(d / "odd.jsonl", {"question": "2+2", "answer": "4"})), ["odd.jsonl line 1", "'prompt'", "question, answer", "data.prompt_key"]),
+        (
+            lambda d, t: ("--data.train-files", write(d / "odd.jsonl", {"question": "2+2", "answer": "4"})),
+            ["odd.jsonl line 1", "'prompt'", "question, answer", "data.prompt_key"],
+        ),
         (lambda d, t: ("--data.train-files", write(d / "empty.jsonl")), ["data.train_files", "empty.jsonl", "no rows"]),
         (lambda d, t: ("--data.val-files", "nowhere.jsonl"), ["data.val_files", "nowhere.jsonl"]),
         (lambda d, t: ("--actor.path", str(d / "gone")), ["actor.path", "no such folder"]),
@@ -330,10 +513,24 @@ def no_template(folder, tiny):
 
 def test_prompt_too_long_for_the_rollout_stops_every_rank(tiny, tmp_path):
     """With the filter off it is found when the session starts, on the rank that has it; the other must not wait for it."""
-    rows = [{"prompt": [{"role": "user", "content": "1+" * (20 if i == 7 else 2)}], "data_source": "exact", "answer": "3"} for i in range(8)]
+    rows = [
+        {"prompt": [{"role": "user", "content": "1+" * (20 if i == 7 else 2)}], "data_source": "exact", "answer": "3"}
+        for i in range(8)
+    ]
     files = write(tmp_path / "long.jsonl", *rows)
-    done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), "--data.train-files", files, "--data.no-filter-overlong-prompts", "--data.no-shuffle",
-                   "--trainer.no-val-before-train", "--sync.probe-prompts", "1"], processes=2)  # fmt: skip
+    done = launch(
+        [
+            *flags(tiny, "--log.default-local-dir", str(tmp_path)),
+            "--data.train-files",
+            files,
+            "--data.no-filter-overlong-prompts",
+            "--data.no-shuffle",
+            "--trainer.no-val-before-train",
+            "--sync.probe-prompts",
+            "1",
+        ],
+        processes=2,
+    )
     assert done.returncode != 0
     assert [line for line in done.stderr.splitlines() if line.startswith("error: the prompt of row 7 has 45 tokens")]
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
@@ -343,5 +540,7 @@ def test_launcher_without_the_number_of_processes_is_refused(tiny):
     """accelerate's simple launcher starts one process and only sets MASTER_ADDR: never train on one rank in silence."""
     env = os.environ | {"MASTER_ADDR": "127.0.0.1"}
     env.pop("LOCAL_RANK", None)
-    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *flags(tiny)], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *flags(tiny)], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2 and "--num_processes N" in done.stderr

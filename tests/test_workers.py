@@ -38,7 +38,7 @@ def serve(log, what, *args):
         "huge": lambda: {}[tuple(range(10**6))],
         "exit": lambda: sys.exit(3),
         "interrupt": lambda: signal.raise_signal(signal.SIGINT),
-        "lambda": lambda: (lambda: 0),
+        "lambda": lambda: lambda: 0,
         "die": lambda: os._exit(3),
         "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
         "child": lambda: (subprocess.Popen(["sleep", "1000"]).pid, time.sleep(1000)),
@@ -141,7 +141,11 @@ def test_large_messages(pool):
     ],
 )
 def test_what_raises_fails_its_call_only(pool, call, says):
-    before, (one, error, two), after = run(pool, ("pid",)), run(pool, ("echo", 1), call, ("echo", 2)), run(pool, *[("nap",)] * 40)
+    before, (one, error, two), after = (
+        run(pool, ("pid",)),
+        run(pool, ("echo", 1), call, ("echo", 2)),
+        run(pool, *[("nap",)] * 40),
+    )
     assert type(error) is WorkerError and says in str(error)
     assert (one, two) == (1, 2) and before[0] in after, "and the worker stays"
 
@@ -153,8 +157,15 @@ def test_an_error_is_the_workers_traceback(pool):
 @pytest.mark.parametrize("what, says", [("deep", "lines left out ...]\n"), ("huge", "characters left out ...]")])
 def test_a_long_traceback_comes_without_its_middle(pool, what, says):
     text = str(run(pool, (what,))[0])
-    assert text.startswith("Traceback (most recent call last):\n  File ") and says in text and text.count("\n") < 50 and len(text) < 10_000
-    assert text.rstrip().rpartition("\n")[2].startswith({"deep": "RecursionError: maximum recursion depth", "huge": "KeyError: (0, 1, 2, 3,"}[what]) and text.endswith("\n")
+    assert (
+        text.startswith("Traceback (most recent call last):\n  File ")
+        and says in text
+        and text.count("\n") < 50
+        and len(text) < 10_000
+    )
+    assert text.rstrip().rpartition("\n")[2].startswith(
+        {"deep": "RecursionError: maximum recursion depth", "huge": "KeyError: (0, 1, 2, 3,"}[what]
+    ) and text.endswith("\n")
 
 
 @pytest.mark.parametrize("what", [("sleep", 1000), ("spin",), ("regex",), ("power",)])
@@ -167,7 +178,9 @@ def test_a_call_that_hangs(pool, what):
     assert outcomes == list(range(100)), "nothing of the queue is lost"
     new = set(run(pool, *[("nap",)] * 80))
     assert len(new) == 2 and len(new & old) == 1, "one worker was replaced"
-    assert wait_until(lambda: len(descendants(pool.server.pid)) == 2), "and what was killed is no zombie: two workers are left"
+    assert wait_until(lambda: len(descendants(pool.server.pid)) == 2), (
+        "and what was killed is no zombie: two workers are left"
+    )
 
 
 @pytest.mark.parametrize("what", ["die", "crash"])
@@ -181,7 +194,15 @@ def test_a_call_that_takes_its_worker_down(pool, what):
 
 def test_no_call_runs_twice(tmp_path):
     pool = WorkerPool(partial(make, tmp_path / "log"), 2)
-    outcomes = run(pool, *[(i,) for i in range(40)], ("spin",), *[(i,) for i in range(40, 80)], ("die",), *[(i,) for i in range(80, 120)], timeout_s=1.0)
+    outcomes = run(
+        pool,
+        *[(i,) for i in range(40)],
+        ("spin",),
+        *[(i,) for i in range(40, 80)],
+        ("die",),
+        *[(i,) for i in range(80, 120)],
+        timeout_s=1.0,
+    )
     pool.close()
     assert [o for o in outcomes if not isinstance(o, Exception)] == list(range(120))
     ran = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
@@ -193,11 +214,25 @@ def test_of_the_calls_that_a_worker_holds_none_is_lost_nor_blamed_nor_run_twice(
     pool = WorkerPool(partial(make, tmp_path / "log"), 2)
     held = watch(pool)
     run(pool, *[("warm",)] * 500)
-    outcomes = run(pool, *[(i,) for i in range(40)], ("spin",), *[(i,) for i in range(40, 300)], ("die",), *[(i,) for i in range(300, 400)], timeout_s=1.0)
+    outcomes = run(
+        pool,
+        *[(i,) for i in range(40)],
+        ("spin",),
+        *[(i,) for i in range(40, 300)],
+        ("die",),
+        *[(i,) for i in range(300, 400)],
+        timeout_s=1.0,
+    )
     pool.close()
-    assert type(outcomes.pop(301)) is WorkerDied and type(outcomes.pop(40)) is WorkerTimeout and outcomes == list(range(400))
+    assert (
+        type(outcomes.pop(301)) is WorkerDied
+        and type(outcomes.pop(40)) is WorkerTimeout
+        and outcomes == list(range(400))
+    )
     ran = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
-    assert sorted(name for name in ran if name not in ("setup", "nap", "warm")) == sorted([*map(str, range(400)), "spin", "die"])
+    assert sorted(name for name in ran if name not in ("setup", "nap", "warm")) == sorted(
+        [*map(str, range(400)), "spin", "die"]
+    )
     assert max(held) > 16, "and it held many"
 
 
@@ -229,7 +264,9 @@ def test_calls_start_in_order(tmp_path):
     run(pool, *[(i,) for i in range(50)], ("spin",), *[(i,) for i in range(50, 99)], timeout_s=1.0)
     pool.close()
     ran = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
-    assert ran == ["setup", *map(str, range(50)), "spin", "setup", *map(str, range(50, 99))], "also those that a killed worker held"
+    assert ran == ["setup", *map(str, range(50)), "spin", "setup", *map(str, range(50, 99))], (
+        "also those that a killed worker held"
+    )
 
 
 def test_the_deadline_counts_from_the_calls_own_start():
@@ -268,7 +305,9 @@ def test_calls_reach_workers_before_a_loop_is_busy_elsewhere(tmp_path):
     assert asyncio.run(busy("one")) == ["one"]
     ran = asyncio.run(busy(*range(100)))
     assert len(ran) > 16 and ran == list(map(str, range(len(ran))))
-    assert len(asyncio.run(busy(*range(20), turns=2))) > 8, "the loop's next turn sends the others, whose number is no reason to wait"
+    assert len(asyncio.run(busy(*range(20), turns=2))) > 8, (
+        "the loop's next turn sends the others, whose number is no reason to wait"
+    )
     pool.close()
 
 
@@ -365,9 +404,18 @@ def hanging(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}
-    process = subprocess.Popen([sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
     assert process.stdout.readline() == "main\n"
-    server, *workers = map(int, process.stdout.readline().split())  # a worker that imports the script would print "main" before
+    server, *workers = map(
+        int, process.stdout.readline().split()
+    )  # a worker that imports the script would print "main" before
     assert len(workers) == 2 and all(map(is_alive, workers))
     yield process, server, workers
     process.kill()
@@ -400,5 +448,7 @@ def test_ctrl_c_is_for_the_main_process(hanging):
     process, server, workers = hanging
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     errors = process.communicate(timeout=20)[1]
-    assert errors.count("Traceback") <= 2 and errors.rstrip().endswith("KeyboardInterrupt") and "serve_calls" not in errors
+    assert (
+        errors.count("Traceback") <= 2 and errors.rstrip().endswith("KeyboardInterrupt") and "serve_calls" not in errors
+    )
     assert wait_until(lambda: not any(map(is_alive, [server, *workers])))

@@ -5,6 +5,7 @@ Writes chain_sum_train.jsonl (10,000 rows) and chain_sum_val.jsonl (256, each an
 
 A solved one ends with the token at which SmolLM2 stops. Without it the model writes the next line too, and the reward looks at the last line.
 """
+
 import json
 import random
 import sys
@@ -34,10 +35,22 @@ def main(folder: Path) -> None:
     for name, split in (("train", train), ("val", val)):
         with open(folder / f"chain_sum_{name}.jsonl", "w") as file:
             for e in split:
-                worked = "".join(f"{question(shot)} {shot['answer']}{END}\n" for shot in rng.sample([other for other in rng.sample(pool, 8) if question(other) != question(e)], 4))
-                row = {"prompt": f"{worked}{question(e)}", "data_source": "reasoning_gym/chain_sum", "reward_model": {"ground_truth": e["answer"]}, "extra_info": e}
+                worked = "".join(
+                    f"{question(shot)} {shot['answer']}{END}\n"
+                    for shot in rng.sample(
+                        [other for other in rng.sample(pool, 8) if question(other) != question(e)], 4
+                    )
+                )
+                row = {
+                    "prompt": f"{worked}{question(e)}",
+                    "data_source": "reasoning_gym/chain_sum",
+                    "reward_model": {"ground_truth": e["answer"]},
+                    "extra_info": e,
+                }
                 file.write(json.dumps(row) + "\n")
-    print(f"{len(train)} training rows of {len({question(e) for e in train})} questions, {len(val)} validation rows of as many others, in {folder}")
+    print(
+        f"{len(train)} training rows of {len({question(e) for e in train})} questions, {len(val)} validation rows of as many others, in {folder}"
+    )
 
 
 if __name__ == "__main__":
