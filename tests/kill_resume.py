@@ -69,7 +69,9 @@ async def fails_sometimes(task, policy, cfg):
 SCRIPT = """
 import sys
 sys.path[:0] = [{tests!r}, {root!r}]
-import kill_resume, launch, train
+import kill_resume
+import launch
+import train
 kill_resume.arm()
 launch.run(lambda: train.train(train.load_config(sys.argv[1:])))
 """

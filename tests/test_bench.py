@@ -226,7 +226,8 @@ def test_a_mistake_gets_one_line(flags, message):
 GROWTH = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/docs"]
-import growth, launch
+import growth
+import launch
 flags = "--rollout.kv-cache-memory-bytes 33554432 --actor.ppo-max-token-len-per-gpu 4096 --actor.log-prob-max-token-len-per-gpu None --data.max-prompt-length 9".split()
 flags += "--data.train-batch-size 4 --actor.ppo-mini-batch-size 4 --rollout.n 2 --reward.num-workers 1".split()
 launch.run(lambda: growth.run({out!r}, flags, [(4, 8, 2), (2, 16, 1)], "tiny"))

@@ -19,7 +19,10 @@ INTERPRETED = """
 import sys
 sys.path[:0] = [{root!r}]
 import torch
-import attention, decoding, head, kernels
+import attention
+import decoding
+import head
+import kernels
 
 torch.manual_seed(0)
 close = lambda ours, theirs, **kwargs: torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, **kwargs)

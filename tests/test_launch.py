@@ -11,7 +11,10 @@ from conftest import ROOT, flags, launch, launch_command, launch_environment, re
 BREAKS = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-import actor, launch, rollout, train
+import actor
+import launch
+import rollout
+import train
 from config import load_config
 
 places = {{"rollout": (rollout.Rollout, "run_session"), "update": (actor.Actor, "optimizer_step"), "save": (train, "save")}}

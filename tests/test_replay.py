@@ -11,7 +11,8 @@ from conftest import ROOT, flags, launch, read_metrics
 BREAKS = """
 import sys
 sys.path.insert(0, {root!r})
-import launch, train
+import launch
+import train
 
 whole = train.compute_advantages
 

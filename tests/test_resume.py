@@ -97,7 +97,8 @@ def test_last_lines_of_a_resumed_run_are_about_the_whole(tmp_path, capsys):
 BREAKS = """
 import sys
 sys.path.insert(0, {root!r})
-import launch, train
+import launch
+import train
 
 whole = train.compute_advantages
 

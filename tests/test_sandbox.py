@@ -190,8 +190,14 @@ def wait_for(condition, what):
 # Behind the hook: what the kernel refuses, wherever it lets a process have namespaces of its own.
 
 BEHIND = """
-import sys; sys.path.insert(0, {root!r})
-import ctypes, os, resource, sandbox, socket, time
+import sys
+sys.path.insert(0, {root!r})
+import ctypes
+import os
+import resource
+import socket
+import time
+import sandbox
 isolated = sandbox.isolate(ctypes.CDLL(None))
 print("isolated", isolated)
 sandbox.give_up(ctypes.CDLL(None))
