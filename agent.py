@@ -21,7 +21,7 @@ import numpy as np
 from batch import Task, Trajectory
 from chat import encode_reply, result_messages, with_tools
 from data import fit, render
-from lookup import unknown
+from host.lookup import unknown
 from tools import FORMATS, TOOLS, Call, load_custom, tool_schema
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from batch import gather
 from export import write_settings
-from manifest import damage, name_again, newest, say, write_durably, write_manifest
+from host.disk import damage, name_again, newest, say, write_durably, write_manifest
 
 ATTEMPTS, BACKOFF_S = 3, 2.0
 HARMLESS = (  # knobs that a resumed run may change: they say what is watched and how it is computed, not what is learnt

@@ -19,7 +19,7 @@ from agent import AgentConfig, check_agents
 from checkpoint import CheckpointConfig
 from data import DataConfig
 from log import LogConfig
-from lookup import nearest, unknown
+from host.lookup import nearest, unknown
 from loss import LOSSES, LossConfig
 from reward import RewardConfig, load_reward
 from rollout import RolloutConfig, ValConfig

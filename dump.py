@@ -9,7 +9,7 @@ import torch
 
 from advantage import returns_to_go
 from batch import Trajectory, gather, group_by_prompt
-from console import one_line
+from host.console import one_line
 
 DIGITS = 7  # significant digits of a float in a trace, which float32 has
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from manifest import damage, newest
+from host.disk import damage, newest
 
 
 def write_settings(folder: Path, model, tokenizer, dtype: str) -> None:

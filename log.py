@@ -20,10 +20,10 @@ import torch.distributed as dist
 import yaml
 
 from batch import Trajectory
-from console import printable
+from host.console import printable
 from doctor import Doctor
 from dump import dump_record, gather_entropies, sample_table, samples, to_json, trace_records
-from manifest import move_aside, write_durably
+from host.disk import move_aside, write_durably
 from page import whole_lines
 from tracking import Trackers
 

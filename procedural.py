@@ -14,7 +14,7 @@ import sys
 import typing
 from collections.abc import Iterator, Sequence
 
-from lookup import nearest
+from host.lookup import nearest
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Think step by step. Then give your final answer between <answer> and </answer>, in exactly the form that the question asks for."

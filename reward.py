@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from batch import Task, Trajectory
-from lookup import load_function, nearest, unknown
+from host.lookup import load_function, nearest, unknown
 from rules import DATA_SOURCES, REWARDS, reasoning_gym, reasoning_gym_scorer
-from workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from host.workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
 Rule = Callable[[Task, Trajectory], float | dict]
 TIMEOUT = "TimeoutError"  # how the error of a score that passed its deadline starts

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from advantage import set_baselines
 from agent import Policy, PromptTooLong, decode, find_agent, session_seed
 from batch import Task, Trajectory, gather, group_kind, prompt_uid, rank_share
-from console import traceback_text
+from host.console import traceback_text
 from reward import check_failures, too_many_failed
 
 

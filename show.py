@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from console import printable
+from host.console import printable
 from doctor import diagnose
 from page import read_config, read_metrics, whole_lines, write_page
 

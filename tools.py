@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from lookup import load_function
+from host.lookup import load_function
 from sandbox import python
-from workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from host.workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
 
 @dataclass(frozen=True)

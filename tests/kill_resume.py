@@ -29,7 +29,7 @@ sys.path[:0] = [str(TESTS), str(ROOT)]
 
 from conftest import flags, launch_command, launch_environment, write_model
 
-from manifest import newest
+from host.disk import newest
 
 STEPS = 8
 FLAGS = (

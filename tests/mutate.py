@@ -645,14 +645,14 @@ BUGS = [
     ),
     Bug(
         "checkpoint's bytes not compared",
-        "manifest.py",
+        "host/disk.py",
         "if hash_of(path) != digest:",
         "if False:",
         "test_checkpoint.py::test_torn_checkpoint_is_passed_over_with_one_line_and_never_loaded",
     ),
     Bug(
         "checkpoint named before it is on the disk",
-        "manifest.py",
+        "host/disk.py",
         "    for path in paths:\n        flush(path)\n",
         "",
         "test_checkpoint.py::test_all_of_it_is_on_the_disk_before_it_has_its_name",
@@ -792,7 +792,7 @@ BUGS = [
     ),
     Bug(
         "deadline counts the wait for a worker",
-        "workers.py",
+        "host/workers.py",
         "return await call.future",
         "return await asyncio.wait_for(call.future, timeout_s)",
         "test_workers.py::test_the_deadline_counts_from_the_calls_own_start",
@@ -918,7 +918,7 @@ BUGS = [
     ),
     Bug(
         "escape sequences reach the terminal",
-        "console.py",
+        "host/console.py",
         "or (unicodedata",
         "or True or (unicodedata",
         "test_dump.py::test_what_a_terminal_would_obey_is_spelt_out",
@@ -946,7 +946,7 @@ BUGS = [
     ),
     Bug(
         "checkpoint between two names is lost",
-        "manifest.py",
+        "host/disk.py",
         "    name_again(folder)\n",
         "",
         "test_checkpoint.py::test_kill_at_any_moment_leaves_a_complete_checkpoint[True]",

@@ -16,7 +16,7 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
-import manifest
+from host import disk
 from checkpoint import CheckpointConfig, changed_knobs, check_changes, find, mark_best, read_state, save
 from export import choose
 
@@ -158,12 +158,12 @@ def test_run_that_lost_all_its_checkpoints_does_not_start_over_in_silence(tmp_pa
 
 
 def test_large_files_go_by_their_size(tmp_path, write, monkeypatch):
-    monkeypatch.setattr(manifest, "HASHED_BYTES", 99)
+    monkeypatch.setattr(disk, "HASHED_BYTES", 99)
     folder = write(1)
     (folder / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(b"w" * 700)
-    assert manifest.damage(folder) is None
+    assert disk.damage(folder) is None
     cut(folder)
-    assert "699 bytes" in manifest.damage(folder)
+    assert "699 bytes" in disk.damage(folder)
 
 
 class Killed(BaseException):
@@ -214,8 +214,8 @@ def test_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, write, again)
 
 def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path, write, monkeypatch):
     """A machine that loses power keeps names before bytes: a renamed folder of empty files would look complete by its sizes."""
-    events, flush, rename = [], manifest.flush, os.rename
-    monkeypatch.setattr(manifest, "flush", lambda path: (events.append(path.name), flush(path)))
+    events, flush, rename = [], disk.flush, os.rename
+    monkeypatch.setattr(disk, "flush", lambda path: (events.append(path.name), flush(path)))
     monkeypatch.setattr(os, "rename", lambda *args: (events.append("rename"), rename(*args)))
     write(1)
     before = events[: events.index("rename")]

@@ -9,7 +9,7 @@ import torch
 from fakes import make_trajectory
 
 from advantage import AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards
-from console import SpeltOut, one_line, printable, traceback_text
+from host.console import SpeltOut, one_line, printable, traceback_text
 from dump import consumed, gather_entropies, pieces, returns, sample_table, samples, trace_records
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from host.workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
 # In the workers
 

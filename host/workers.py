@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from console import SpeltOut, traceback_text
+from host.console import SpeltOut, traceback_text
 
 AHEAD_S = 0.02  # of work, at the mean pace of late, that a worker may hold, so that it need not wait for this process, which may be busy elsewhere
 SENT_AHEAD = 8, 128  # so many calls at least, at most

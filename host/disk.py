@@ -69,7 +69,7 @@ def write_manifest(folder: Path) -> None:
     for path in paths:
         flush(path)
     files = {str(path.relative_to(folder)): (path.stat().st_size, hash_of(path)) for path in paths if path.is_file()}
-    write_durably(folder / "manifest.json", json.dumps({"time": time.time(), "files": files}))
+    write_durably(folder / "host.disk.json", json.dumps({"time": time.time(), "files": files}))
 
 
 def write_durably(path: Path, text: str) -> None:
