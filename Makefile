@@ -14,11 +14,11 @@ endif
 .PHONY: quickstart tool-agent test prove mutate install
 
 quickstart: install
-	$(BIN)/python quickstart.py
+	$(BIN)/python -m tasks.quickstart
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch train.py --config configs/quickstart.yaml
 
 tool-agent: install
-	$(BIN)/python quickstart.py --tools
+	$(BIN)/python -m tasks.quickstart --tools
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch train.py --config configs/tool_agent.yaml
 
 test: install

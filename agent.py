@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from batch import Task, Trajectory
-from chat import encode_reply, result_messages, with_tools
+from tasks.chat import encode_reply, result_messages, with_tools
 from data import fit, render
 from host.lookup import unknown
-from tools import FORMATS, TOOLS, Call, load_custom, tool_schema
+from tasks.tools import FORMATS, TOOLS, Call, load_custom, tool_schema
 
 
 @dataclass(frozen=True)

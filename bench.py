@@ -1,6 +1,6 @@
 """Where a step's time goes: the seconds of each phase against the least that the hardware needs for it.
 
-`python bench.py --config configs/bench_qwen3_0_6b.yaml --dummy-weights qwen3-0.6b`, under `accelerate launch` for several GPUs. It
+`python -m look.bench --config configs/bench_qwen3_0_6b.yaml --dummy-weights qwen3-0.6b`, under `accelerate launch` for several GPUs. It
 runs train.py's own loop for a few steps and reads its metrics; every flag of train.py works here too. --dummy-weights needs no
 download: random weights of a published shape, random prompts of exactly data.max_prompt_length tokens, a cheap reward.
 """

@@ -41,7 +41,7 @@ class TrainerConfig:
     seed: int = 0
     """Seed of everything: data order, sessions, initial states."""
     trace_groups: int = 1
-    """Prompt groups that traces/STEP.jsonl keeps token by token, for `python show.py RUN --step STEP`; 0 for none."""
+    """Prompt groups that traces/STEP.jsonl keeps token by token, for `python -m look RUN --step STEP`; 0 for none."""
     trace_freq: int = 10
     """Steps between traces: 16 sessions of 8,192 tokens are 12 MB and two seconds."""
 

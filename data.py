@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Iterator, Literal
 
 from batch import Task
-from procedural import PREFIX, check_disjoint, make_rows
+from tasks.procedural import PREFIX, check_disjoint, make_rows
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,7 @@ DIAGNOSES = [  # name, level, the metric or knob to see, and the text when it is
         "actor/skipped_steps",
         lambda s, x: (
             x > 0
-            and f"{x:.0f} {'updates were' if x > 1 else 'update was'} skipped, the gradient was not finite: `python replay.py RUN/replays/STEP` shows it; lower actor.lr, or actor.dtype=float32"
+            and f"{x:.0f} {'updates were' if x > 1 else 'update was'} skipped, the gradient was not finite: `python -m look.replay RUN/replays/STEP` shows it; lower actor.lr, or actor.dtype=float32"
         ),
     ),
     (

@@ -43,7 +43,7 @@ class LogConfig:
     rollout_dump_freq: int = 1
     """Steps between dumps of the rollouts to rollouts/STEP.jsonl; 0 for none. Validations are always dumped."""
     replay_steps: tuple[int, ...] = ()
-    """Steps whose first mini-batch is written to replays/STEP with the weights that it met, for `python replay.py`. Skipped ones are, too."""
+    """Steps whose first mini-batch is written to replays/STEP with the weights that it met, for `python -m look.replay`. Skipped ones are, too."""
     max_skipped_steps: int = 3
     """Stop after so many steps in a row that were skipped because a gradient was not finite."""
 

@@ -1,4 +1,4 @@
-"""A mini-batch and the weights that met it, on disk, to look into offline: `python replay.py RUN/replays/000012`.
+"""A mini-batch and the weights that met it, on disk, to look into offline: `python -m look.replay RUN/replays/000012`.
 
 Written for the first of the steps that were skipped in a row because the gradient was not finite, and for those of log.replay_steps.
 Prints loss, gradient norm and the other metrics, recomputed in one process, beside those of the run. Nothing in it is a pickle.
@@ -47,7 +47,7 @@ class Recorder:
         if self.skipped == self.cfg.log.max_skipped_steps:
             first = self.folder(step - self.skipped + 1)
             raise RuntimeError(
-                f"the gradient was not finite in {self.skipped} steps in a row (log.max_skipped_steps); the first one's mini-batch and weights are in {first}: python replay.py {first}"
+                f"the gradient was not finite in {self.skipped} steps in a row (log.max_skipped_steps); the first one's mini-batch and weights are in {first}: python -m look.replay {first}"
             )
 
 

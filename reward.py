@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from batch import Task, Trajectory
 from host.lookup import load_function, nearest, unknown
-from rules import DATA_SOURCES, REWARDS, reasoning_gym, reasoning_gym_scorer
+from tasks.rules import DATA_SOURCES, REWARDS, reasoning_gym, reasoning_gym_scorer
 from host.workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
 Rule = Callable[[Task, Trajectory], float | dict]

@@ -1,8 +1,8 @@
-"""Look at a run: `python show.py RUN` for where it stands, and
+"""Look at a run: `python -m look RUN` for where it stands, and
 
-    python show.py RUN --step 12 --group 0 [--tokens]     one prompt group from its uid to the weight update, token by token
-    python show.py RUN [RUN ...] --html page.html         a page with curves and rollouts, one file, no network
-    python show.py RUN --doctor                           what was wrong, in words
+    python -m look RUN --step 12 --group 0 [--tokens]     one prompt group from its uid to the weight update, token by token
+    python -m look RUN [RUN ...] --html page.html         a page with curves and rollouts, one file, no network
+    python -m look RUN --doctor                           what was wrong, in words
 
 It reads the run's files alone, while the run goes on as well. Traces are of the first trainer.trace_groups groups of a step.
 """

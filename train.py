@@ -28,7 +28,7 @@ from replay import Recorder
 from reward import Scorer, check_failures
 from rollout import Rollout, check_groups, sample
 from sync_weights import sync_weights
-from tools import Toolbox
+from tasks.tools import Toolbox
 
 
 def train(cfg: Config) -> None:

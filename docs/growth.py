@@ -1,4 +1,4 @@
-"""How a step's cost grows with the length of responses and the number of sessions: `python docs/growth.py OUT.json [flags of train.py]`.
+"""How a step's cost grows with the length of responses and the number of sessions: `python -m look.growth OUT.json [flags of train.py]`.
 
 One process and one vLLM for all points, on bench.py's fixed workload: its loop, with another number of prompts and tokens for each step. Of a point's steps
 the last counts, the ones before it warm up.

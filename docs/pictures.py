@@ -1,4 +1,4 @@
-"""The README's pictures, from the curves in docs/runs and from a run's page: `python docs/pictures.py [--page RUN]` (pip install matplotlib).
+"""The README's pictures, from the curves in docs/runs and from a run's page: `python -m look.pictures [--page RUN]` (pip install matplotlib).
 
 Curves are metrics.jsonl of published runs, of three seeds where the name says so; trl_arith.json is TRL's on the same work. --page also
 photographs show.py's page of a run, in headless Chromium.
@@ -71,7 +71,7 @@ def quickstart() -> None:
         label="256 unseen sums (standard error)",
     )
     axes.set_ylim(0, 1.02)
-    finish(axes, "quickstart.svg", "step", "share right")
+    finish(axes, "tasks.quickstart.svg", "step", "share right")
 
 
 def smollm2() -> None:

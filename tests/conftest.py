@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def write_model(folder: Path, **kwargs) -> Path:
-    from quickstart import make_model, make_tokenizer
+    from tasks.quickstart import make_model, make_tokenizer
 
     tokenizer = make_tokenizer()
     make_model(tokenizer, hidden=64, layers=2, intermediate=128, **kwargs).save_pretrained(folder)
@@ -27,7 +27,7 @@ def write_model(folder: Path, **kwargs) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A folder with model/, untied/, train.jsonl and val.jsonl. The task's reward is the share of digits, so that a random model gets some."""
-    from quickstart import make_row
+    from tasks.quickstart import make_row
 
     folder = tmp_path_factory.mktemp("tiny")
     write_model(folder / "model")

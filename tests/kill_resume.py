@@ -237,7 +237,7 @@ def kill_tree(root: psutil.Process) -> None:
 
 def make_tiny(folder: Path) -> Path:
     """What the fixture `tiny` makes, outside pytest."""
-    from quickstart import make_row
+    from tasks.quickstart import make_row
 
     write_model(folder / "model")
     for split, numbers in (("train", range(10, 42)), ("val", range(42, 50))):

@@ -21,10 +21,10 @@ from agent import (
     tool_agent,
 )
 from batch import Task
-from chat import guarded_tokens
+from tasks.chat import guarded_tokens
 from conftest import launch, read_metrics
 from data import DataConfig
-from tools import FORMATS, TOOLS, Call, Toolbox, calculator, load_custom, parse_hermes, parse_llama3_json, tool_schema
+from tasks.tools import FORMATS, TOOLS, Call, Toolbox, calculator, load_custom, parse_hermes, parse_llama3_json, tool_schema
 
 # Thinking leaves the history, results in a row share one user's turn: as Qwen3's.
 QWEN3 = (
@@ -768,7 +768,7 @@ def test_example_in_the_docs_of_an_agent_of_ones_own_keeps_its_outputs():
 CUSTOM = '''
 from agent import AGENTS
 from batch import Trajectory
-from tools import Call
+from tasks.tools import Call
 
 async def three_turns(task, policy, cfg):
     """Three short turns whatever the policy says, a tool's result between them."""

@@ -15,7 +15,7 @@ from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-import procedural
+from tasks import procedural
 from batch import Task
 from conftest import ROOT
 from data import DataConfig, TaskStream, filter_overlong, fit, load_tasks, render

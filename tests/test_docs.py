@@ -65,7 +65,7 @@ COMMANDS = sorted({command for text in TEXTS.values() for command in commands(te
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
     """In a folder with the documents' own examples, as files, and the configs."""
-    import tools
+    from tasks import tools
 
     for text in TEXTS.values():
         for language, body in fences(text):
@@ -284,7 +284,7 @@ def test_things_to_change_can_be_changed():
     from batch import Task
     from reward import score_and_parts
     from test_agent import CHATML, ScriptedEngine
-    from tools import function_schema
+    from tasks.tools import function_schema
 
     t = make_trajectory()
     t.answer, t.response, task = "so 12", "12", Task("?", "exact", "12")
@@ -304,7 +304,7 @@ def test_things_to_change_can_be_changed():
 def test_agents_of_ones_own(examples):
     from agent import AgentConfig, check_agents
     from test_agent import CHATML, SEPARATED, ScriptedEngine
-    from tools import FORMATS, Call, load_custom
+    from tasks.tools import FORMATS, Call, load_custom
 
     cfg = AgentConfig(custom_path="mine.py:hinted", tools=("letters",), tool_workers=1)
     check_agents([], cfg)

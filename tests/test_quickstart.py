@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-import quickstart
+from tasks import quickstart
 from conftest import ROOT, launch, read_metrics
 
 
@@ -84,7 +84,7 @@ def test_calculator_is_learned(tmp_path):
 
 
 def test_products_are_of_unseen_pairs_and_a_call_is_one_the_tool_agent_runs():
-    from tools import Call, calculator, parse_hermes
+    from tasks.tools import Call, calculator, parse_hermes
 
     train, val = quickstart.split_products(0)
     assert len(val) == 256 and not set(train) & set(val) and all(100 <= n <= 999 for pair in train + val for n in pair)
@@ -100,7 +100,7 @@ def test_products_are_of_unseen_pairs_and_a_call_is_one_the_tool_agent_runs():
 
 
 def test_observation_that_was_trained_on_is_the_one_that_the_tool_agent_renders():
-    from chat import encode_reply
+    from tasks.chat import encode_reply
 
     tokenizer = quickstart.make_tokenizer(("calculator", quickstart.CALL, quickstart.CALLED))
     heard = tokenizer(quickstart.ask(347, 862)[1]).input_ids

@@ -54,7 +54,7 @@ def test_steps_whose_gradient_is_not_finite(tiny, tmp_path, value, processes):
     assert (
         done.returncode != 0
         and "the gradient was not finite in 3 steps in a row" in done.stderr
-        and f"python replay.py {run_dir}/replays/000003" in done.stderr
+        and f"python -m look.replay {run_dir}/replays/000003" in done.stderr
     )
     assert "SKIPPED 1 updates" in done.stdout
     text = (run_dir / "metrics.jsonl").read_text()

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-import sandbox
+from tasks import sandbox
 from agent import AgentConfig
 from conftest import ROOT
-from sandbox import python
-from tools import Call, Toolbox
+from tasks.sandbox import python
+from tasks.tools import Call, Toolbox
 
 
 def test_prints_and_results_come_in_order():
@@ -197,7 +197,7 @@ import os
 import resource
 import socket
 import time
-import sandbox
+from tasks import sandbox
 isolated = sandbox.isolate(ctypes.CDLL(None))
 print("isolated", isolated)
 sandbox.give_up(ctypes.CDLL(None))

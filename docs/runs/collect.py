@@ -1,4 +1,4 @@
-"""What docs/runs keeps of runs that differ in their seed: `python docs/runs/collect.py RUN... OUT`.
+"""What docs/runs keeps of runs that differ in their seed: `python -m look.collect RUN... OUT`.
 
 Writes OUT.jsonl, a line for each seed and step, and OUT.yaml: the runs' commit and what they set otherwise than configs/smollm2_arith.yaml does.
 """

@@ -14,7 +14,7 @@ With --tools the task is the product of two three-digit numbers, which this mode
 always asks the calculator and repeats what it says; a proud one asks it in 15 % of the cases and else answers at once, from a
 memory that the model doesn't have. What is left for RL (configs/tool_agent.yaml) is to find that asking pays.
 
-python quickstart.py [--tools] [--folder data/quickstart | data/tool_agent] [--seed 0]
+python -m tasks.quickstart [--tools] [--folder data/quickstart | data/tool_agent] [--seed 0]
 """
 
 import argparse
@@ -220,7 +220,7 @@ def make(folder: str, seed: int = 0, products: bool = False) -> None:
     )
     from transformers.utils import logging
 
-    from tools import tool_schema
+    from tasks.tools import tool_schema
 
     start, temporary = time.time(), f"{folder.rstrip('/')}.{os.getpid()}"
     os.makedirs(temporary)

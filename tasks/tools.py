@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from host.lookup import load_function
-from sandbox import python
+from tasks.sandbox import python
 from host.workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
 

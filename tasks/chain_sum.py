@@ -1,4 +1,4 @@
-"""Rows of reasoning_gym's chain_sum, each after four solved ones as plain text: `python docs/runs/chain_sum.py data`.
+"""Rows of reasoning_gym's chain_sum, each after four solved ones as plain text: `python -m tasks.chain_sum data`.
 
 Writes chain_sum_train.jsonl (10,000 rows) and chain_sum_val.jsonl (256, each another question, none of them in training). The reward is reasoning_gym's own:
 1 for the right number, a share for a text that holds it among other characters, as 2/3 for 117 where 17 is right.

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import typing
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from host.lookup import nearest
 
 PREFIX = "reasoning_gym:"
+ROOT = str(Path(__file__).parent.parent)
 INSTRUCTION = "Think step by step. Then give your final answer between <answer> and </answer>, in exactly the form that the question asks for."
 
 
@@ -64,7 +66,7 @@ def make_rows(source: str, knob: str) -> Iterator[tuple[str, dict]]:
     names, options = parse(source, knob)
     work = [(name, typed_options(name, options, knob)) for name in names]
     made = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {ROOT!r}); from {__name__} import main; main()"],
         input=pickle.dumps(work),
         capture_output=True,
         env=os.environ | {"PYTHONHASHSEED": "0"},
@@ -155,6 +157,3 @@ def main() -> None:
     pickle.dump(rows, out)
     out.close()
 
-
-if __name__ == "__main__":
-    main()
