@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from batch import Task, Trajectory
-from tasks.chat import encode_reply, result_messages, with_tools
 from data import fit, render
 from host.lookup import unknown
+from tasks.chat import encode_reply, result_messages, with_tools
 from tasks.tools import FORMATS, TOOLS, Call, load_custom, tool_schema
 
 

@@ -18,8 +18,8 @@ from advantage import ESTIMATORS, GROUP_ESTIMATORS, AlgorithmConfig
 from agent import AgentConfig, check_agents
 from checkpoint import CheckpointConfig
 from data import DataConfig
-from log import LogConfig
 from host.lookup import nearest, unknown
+from log import LogConfig
 from loss import LOSSES, LossConfig
 from reward import RewardConfig, load_reward
 from rollout import RolloutConfig, ValConfig

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from agent import Reply, stop_token_ids
 from copies import Copies
 from decoding import capture_sizes, lean_sampler, use_decode_kernel
-from memory import check_gpu_memory
+from look.memory import check_gpu_memory
 from scheduler import OUTCOME, lean_scheduler
 from sync_weights import check_heads
 

@@ -21,11 +21,11 @@ import yaml
 
 from batch import Trajectory
 from host.console import printable
-from doctor import Doctor
-from dump import dump_record, gather_entropies, sample_table, samples, to_json, trace_records
-from host.disk import move_aside, write_durably
-from page import whole_lines
-from tracking import Trackers
+from host.disk import move_aside, to_json, whole_lines, write_durably
+from look.doctor import Doctor
+from look.trace import gather_entropies, trace_records
+from look.tracking import Trackers
+from metrics import dump_record, sample_table, samples
 
 
 @dataclass(frozen=True)

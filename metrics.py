@@ -9,6 +9,7 @@ import math
 import torch
 
 from batch import Task, Trajectory
+from host.console import one_line
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -106,3 +107,44 @@ def with_stderr(name: str, values: list[float]) -> dict[str, float]:
         return {name: center}
     variance = math.fsum((value - center) ** 2 for value in values) / (len(values) - 1)
     return {name: center, f"{name}/stderr": math.sqrt(variance / len(values))}
+
+
+def dump_record(t: Trajectory) -> dict:
+    advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
+    return {
+        "key": t.key,
+        "row": t.task.index,
+        "data_source": t.task.data_source,
+        "prompt": t.task.messages,
+        "response": t.response,
+        "ground_truth": t.task.ground_truth,
+        "score": t.score,
+        "score_parts": t.score_parts,
+        "advantage": advantage,
+        "finish_reason": t.finish_reason,
+        "prompt_length": t.prompt_length,
+        "response_length": t.response_length,
+        "num_turns": t.num_turns,
+        "weight_version": t.weight_version,
+        "error": t.error,
+    }
+
+
+def samples(trajectories: list[Trajectory], most: int = 4) -> list[dict]:
+    """A step's best and worst trajectory, and others spread evenly between them by score: dump records, best first."""
+    ranked = sorted((t for t in trajectories if t.score == t.score), key=lambda t: -t.score)
+    places = {round(i * (len(ranked) - 1) / max(most - 1, 1)) for i in range(most)} if ranked else ()
+    return [dump_record(ranked[place]) for place in sorted(places)]
+
+
+def sample_table(records: list[dict], width: int) -> str:
+    """Score, advantage and the ends of prompt and response, a line each, `width` columns wide."""
+    room = max((width - 20) // 2, 20)
+    lines = [f"{'score':>7} {'adv':>7}  {'prompt':<{room}} response"]
+    for r in records:
+        prompt = r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1].get("content")
+        advantage = "" if r["advantage"] is None else f"{r['advantage']:.2f}"
+        lines.append(
+            f"{r['score']:7.2f} {advantage:>7}  {one_line(prompt, room):<{room}} {one_line(r['response'], room)}"
+        )
+    return "\n".join(lines)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from batch import Task, Trajectory
 from host.lookup import load_function, nearest, unknown
-from tasks.rules import DATA_SOURCES, REWARDS, reasoning_gym, reasoning_gym_scorer
 from host.workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from tasks.rules import DATA_SOURCES, REWARDS, reasoning_gym, reasoning_gym_scorer
 
 Rule = Callable[[Task, Trajectory], float | dict]
 TIMEOUT = "TimeoutError"  # how the error of a score that passed its deadline starts

@@ -21,10 +21,10 @@ from engine import Engine
 from export import export
 from launch import make_accelerator, run, told_to_stop
 from log import Logger, start_log
+from look.memory import preflight
+from look.replay import Recorder
 from loss import reject_mismatched, rollout_mismatch
-from memory import preflight
 from metrics import rollout_metrics, validation_metrics
-from replay import Recorder
 from reward import Scorer, check_failures
 from rollout import Rollout, check_groups, sample
 from sync_weights import sync_weights

@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 HASHED_BYTES = (
@@ -99,3 +101,31 @@ def move_aside(run_dir: Path) -> Path | None:
         number += 1
     os.rename(run_dir, aside)
     return aside
+
+
+def to_json(record: dict) -> str:
+    """One line that any JSON reader takes: NaN and infinities, which JSON lacks, as null, and what is no JSON as text."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(v) for v in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(record), default=str, allow_nan=False)
+
+
+def whole_lines(path: Path) -> Iterator[tuple[bytes, dict]]:
+    """(line, record) of a file of JSON lines, less a last one that a kill cut short. ValueError for any other that is no JSON."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
+            yield line, record

@@ -156,4 +156,3 @@ def main() -> None:
                 rows.append((name, dataset[i]))
     pickle.dump(rows, out)
     out.close()
-

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from host.lookup import load_function
-from tasks.sandbox import python
 from host.workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from tasks.sandbox import python
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ def worker(args) -> None:
 
     import actor as actor_module
     from actor import Actor, ActorConfig
+    from copies import bit_sum
     from launch import make_accelerator
-    from sync_weights import bit_sum
 
     config = AutoConfig.from_pretrained(args.model)
     longest = min(1024, config.max_position_embeddings)
@@ -201,7 +201,7 @@ def state(actor, batch: list, args) -> dict:
 
 
 def optimizer_bits(actor) -> dict[str, int]:
-    from sync_weights import bit_sum
+    from copies import bit_sum
 
     states, names = actor.optimizer.optimizer.state, dict(actor.model.named_parameters())
     return {
@@ -480,7 +480,7 @@ class Setup:
     """The dummy model of bench.py and the flags of a small run on it."""
 
     def __init__(self, args):
-        import bench
+        from look import bench
 
         self.out, self.small = Path(args.out).resolve(), args.small
         self.out.mkdir(parents=True, exist_ok=True)

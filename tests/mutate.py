@@ -820,7 +820,7 @@ BUGS = [
     ),
     Bug(
         "skipped steps add up over good ones",
-        "replay.py",
+        "look/replay.py",
         "self.skipped + 1 if bad else 0",
         "self.skipped + bad",
         "test_replay.py::test_steps_whose_gradient_is_not_finite[inf-1]",
@@ -904,14 +904,14 @@ BUGS = [
     ),
     Bug(
         "trace: other ranks' entropy lost",
-        "dump.py",
+        "look/trace.py",
         "gather([{key: values.cpu() for key, values in actor.entropies.items() if key in traced}])",
         "[]",
         "test_show.py::test_trace_has_every_number_of_a_step[two_ranks]",
     ),
     Bug(
         "trace: observations earn",
-        "dump.py",
+        "look/trace.py",
         "t.loss_mask[t.prompt_length :]",
         "torch.ones_like(t.loss_mask[t.prompt_length :])",
         "test_dump.py::test_returns_discount_at_sampled_tokens_only",
@@ -953,7 +953,7 @@ BUGS = [
     ),
     Bug(
         "doctor: a finding is said every step",
-        "doctor.py",
+        "look/doctor.py",
         "begins or self.count",
         "True or self.count",
         "test_doctor.py::test_a_finding_that_lasts_is_said_when_it_begins_and_every_20th_step",

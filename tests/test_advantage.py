@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import make_trajectory
 
 from advantage import (
     ESTIMATORS,
@@ -18,7 +19,6 @@ from advantage import (
     update_kl_coef,
 )
 from batch import group_kind
-from fakes import make_trajectory
 from loss import LossConfig, count_totals, reject_mismatched
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())["advantage"]

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from conftest import launch, read_metrics
 
 from agent import (
     AgentConfig,
@@ -21,10 +22,19 @@ from agent import (
     tool_agent,
 )
 from batch import Task
-from tasks.chat import guarded_tokens
-from conftest import launch, read_metrics
 from data import DataConfig
-from tasks.tools import FORMATS, TOOLS, Call, Toolbox, calculator, load_custom, parse_hermes, parse_llama3_json, tool_schema
+from tasks.chat import guarded_tokens
+from tasks.tools import (
+    FORMATS,
+    TOOLS,
+    Call,
+    Toolbox,
+    calculator,
+    load_custom,
+    parse_hermes,
+    parse_llama3_json,
+    tool_schema,
+)
 
 # Thinking leaves the history, results in a row share one user's turn: as Qwen3's.
 QWEN3 = (

@@ -4,9 +4,9 @@ import uuid
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import make_trajectory
 
 from batch import Task, Trajectory, collate, gather, group_by_prompt, pack, prompt_uid, rank_share
-from fakes import make_trajectory
 
 
 def test_observe_and_act_write_the_docstrings_example():

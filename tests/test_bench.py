@@ -13,10 +13,10 @@ from fakes import make_trajectory
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-import bench
 from actor import forward, load_model
 from agent import load_tokenizer
 from batch import collate
+from look import bench
 
 RATES = Namespace(peak_tflops=989.0, matmul_tflops=790.0, bandwidth_tbs=4.3)
 
@@ -226,7 +226,7 @@ def test_a_mistake_gets_one_line(flags, message):
 GROWTH = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/docs"]
-import growth
+from look import growth
 import launch
 flags = "--rollout.kv-cache-memory-bytes 33554432 --actor.ppo-max-token-len-per-gpu 4096 --actor.log-prob-max-token-len-per-gpu None --data.max-prompt-length 9".split()
 flags += "--data.train-batch-size 4 --actor.ppo-mini-batch-size 4 --rollout.n 2 --reward.num-workers 1".split()

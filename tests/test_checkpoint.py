@@ -16,9 +16,9 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
-from host import disk
 from checkpoint import CheckpointConfig, changed_knobs, check_changes, find, mark_best, read_state, save
 from export import choose
+from host import disk
 
 
 def save_weights(folder):

@@ -10,15 +10,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import reasoning_gym
+from conftest import ROOT
 from reasoning_gym.algorithmic.word_sorting import TextTransformation
 from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tasks import procedural
 from batch import Task
-from conftest import ROOT
 from data import DataConfig, TaskStream, filter_overlong, fit, load_tasks, render
+from tasks import procedural
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-
 from conftest import ROOT
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,7 +24,7 @@ CLIS = {
     "checkpoint.py": ["export"],
     "tests/gpu_ranks.py": [],
 }
-A_USERS = {"growth.json", "my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
+A_USERS = {"look.growth.json", "my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
 A_RUNS = {"metrics.jsonl", "config.yaml", "generation_config.json"}
 
 
@@ -109,9 +108,10 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"\b(train|bench)\.py --config", c)])
 def test_command_that_trains_is_accepted(examples, monkeypatch, command):
-    import bench
     from accelerate.commands.launch import launch_command_parser
+
     from config import load_config
+    from look import bench
 
     words = shlex.split(os.path.expandvars(command))
     if words[0] == "accelerate":
@@ -209,7 +209,7 @@ def test_numbers_that_can_be_counted():
 
 
 def test_diagnoses_are_counted():
-    from doctor import DIAGNOSES, TRENDS
+    from look.doctor import DIAGNOSES, TRENDS
 
     assert f"afterwards, {len(DIAGNOSES) + len(TRENDS)} of them" in TEXTS["README.md"]
 
@@ -281,9 +281,10 @@ def test_things_to_change_can_be_changed():
         made[name] = scope[name]
     assert list(made) == ["brevity", "centred", "reinforce", "letters", "twice"]
 
+    from test_agent import CHATML, ScriptedEngine
+
     from batch import Task
     from reward import score_and_parts
-    from test_agent import CHATML, ScriptedEngine
     from tasks.tools import function_schema
 
     t = make_trajectory()
@@ -302,8 +303,9 @@ def test_things_to_change_can_be_changed():
 
 
 def test_agents_of_ones_own(examples):
-    from agent import AgentConfig, check_agents
     from test_agent import CHATML, SEPARATED, ScriptedEngine
+
+    from agent import AgentConfig, check_agents
     from tasks.tools import FORMATS, Call, load_custom
 
     cfg = AgentConfig(custom_path="mine.py:hinted", tools=("letters",), tool_workers=1)

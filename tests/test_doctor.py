@@ -5,9 +5,9 @@ import math
 
 import pytest
 import yaml
-
 from conftest import ROOT, flags, launch, read_metrics
-from doctor import AGAIN, DIAGNOSES, GONE, HEAD, TAIL, TRENDS, Doctor, Finding, diagnose, examine_step
+
+from look.doctor import AGAIN, DIAGNOSES, GONE, HEAD, TAIL, TRENDS, Doctor, Finding, diagnose, examine_step
 
 KNOBS = {
     "data": {"max_response_length": 512, "train_batch_size": 32, "val_files": ["val.jsonl"]},

@@ -10,7 +10,8 @@ from fakes import make_trajectory
 
 from advantage import AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards
 from host.console import SpeltOut, one_line, printable, traceback_text
-from dump import consumed, gather_entropies, pieces, returns, sample_table, samples, trace_records
+from look.trace import consumed, gather_entropies, pieces, returns, trace_records
+from metrics import sample_table, samples
 
 
 def told(t, loss_mask=None, rewards=None):

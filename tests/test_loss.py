@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import make_trajectory
 
 from actor import ActorConfig, lr_factor
 from advantage import set_loss_mask
 from batch import collate
-from fakes import make_trajectory
 from loss import (
     AGGREGATIONS,
     KL_ESTIMATORS,

@@ -1,6 +1,5 @@
 """memory.py: its formulas against what autograd saves and what is alive, its sums against an H200, and its advice against itself."""
 
-import json
 import re
 import types
 import weakref
@@ -14,11 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-import bench
-import memory
 from config import load_config
 from head import head_forward, replace_head
-from memory import GIB, Estimate, Shape, change, check_memory, estimate, peak, report
+from look import bench, memory
+from look.memory import GIB, Estimate, Shape, change, check_memory, estimate, peak, report
 
 H200 = int(139.8 * GIB)
 FAMILIES = {  # beside bench's: Qwen2.5-0.5B, Llama-3.2-1B, Llama-3-8B

@@ -12,8 +12,9 @@ import time
 import pytest
 
 from batch import Task, Trajectory
-from dump import dump_record, to_json
-from page import write_page
+from host.disk import to_json
+from look.page import write_page
+from metrics import dump_record
 
 HOSTILE = "</script><img src=http://example.invalid/x.png onerror=\"document.title='owned'\"><script>document.title='owned'</script>\x00\x1b[2J\u202e&amp;<b>bold</b>"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>\nuser\n<tool_response>\n42\n</tool_response>\nassistant\nThe answer is 42.'

@@ -9,22 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-
-from actor import Actor, ActorConfig, forward
-from advantage import ESTIMATORS, AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards
-from batch import collate, pack
 from fakes import make_trajectory
-from head import replace_head
-from loss import (
-    AGGREGATIONS,
-    LOSSES,
-    LossConfig,
-    correction_weights,
-    count_totals,
-    kl_divergence,
-    policy_loss,
-    reject_mismatched,
-)
 from test_loss import (
     GOLDEN,
     KL_TYPES,
@@ -35,6 +20,21 @@ from test_loss import (
     golden_batch,
     loss_and_grad_norm,
     random_mini_batch,
+)
+
+from actor import Actor, ActorConfig, forward
+from advantage import ESTIMATORS, AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards
+from batch import collate, pack
+from head import replace_head
+from loss import (
+    AGGREGATIONS,
+    LOSSES,
+    LossConfig,
+    correction_weights,
+    count_totals,
+    kl_divergence,
+    policy_loss,
+    reject_mismatched,
 )
 
 NAN, INF = math.nan, math.inf

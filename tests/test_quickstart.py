@@ -4,9 +4,9 @@ import hashlib
 import json
 
 import pytest
+from conftest import ROOT, launch, read_metrics
 
 from tasks import quickstart
-from conftest import ROOT, launch, read_metrics
 
 
 @pytest.mark.slow

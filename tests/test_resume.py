@@ -128,8 +128,8 @@ def test_skipped_steps_in_a_row_are_counted_across_a_resume(tiny, tmp_path):
             ),
             script=script,
         )
-        assert done.returncode != 0 and f"python -m look.replay {tmp_path}/run/replays/000000" in done.stderr, done.stderr[
-            -3000:
-        ]
+        assert done.returncode != 0 and f"python -m look.replay {tmp_path}/run/replays/000000" in done.stderr, (
+            done.stderr[-3000:]
+        )
         assert ("resuming from" in done.stdout) == again
         assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0, 1]

@@ -11,17 +11,8 @@ import reward_table
 import torch
 
 from batch import Task, Trajectory
-from reward import (
-    DATA_SOURCES,
-    REWARDS,
-    RewardConfig,
-    Scorer,
-    check_failures,
-    load_judge,
-    load_reward,
-    score_and_parts,
-    too_many_failed,
-)
+from reward import RewardConfig, Scorer, check_failures, load_judge, load_reward, score_and_parts, too_many_failed
+from tasks.rules import DATA_SOURCES, REWARDS
 
 
 def make(answer, task, response=None):

@@ -8,14 +8,14 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from fakes import make_trajectory
+from test_scheduler import Schedule, stock
 
 import agent as agents
 from agent import session_seed, single_turn_agent, stop_token_ids
 from batch import Task, Trajectory
-from fakes import make_trajectory
 from rollout import Group, Rollout, ValConfig, check_groups, sample, usable
 from sync_weights import sync_weights
-from test_scheduler import Schedule, stock
 
 TASKS = [Task([{"role": "user", "content": f"{n}+7="}], "exact", "", index=n) for n in range(10, 16)]
 

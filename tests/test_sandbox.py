@@ -9,10 +9,10 @@ import threading
 import time
 
 import pytest
-
-from tasks import sandbox
-from agent import AgentConfig
 from conftest import ROOT
+
+from agent import AgentConfig
+from tasks import sandbox
 from tasks.sandbox import python
 from tasks.tools import Call, Toolbox
 

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import ROOT, flags, launch_environment  # noqa: E402
+
 import scheduler  # noqa: E402
 from scheduler import OUTCOME, lean_scheduler  # noqa: E402
 

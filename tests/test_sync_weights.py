@@ -5,12 +5,12 @@ import gc
 
 import pytest
 import torch
+from test_actor import LOSS, sequences
 
 from batch import Task
 from copies import Copies, bit_sum
 from rollout import Rollout
 from sync_weights import SyncConfig, SyncError, sync_weights, tolerances
-from test_actor import LOSS, sequences
 
 PROMPTS = [Task([{"role": "user", "content": f"{n}+1="}], "exact", "") for n in range(10, 14)]
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from log import LogConfig
-from tracking import Trackers
+from look.tracking import Trackers
 
 SAMPLE = {
     "prompt": [{"role": "user", "content": "2+2="}],

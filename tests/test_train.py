@@ -11,9 +11,8 @@ import psutil
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from conftest import ROOT, flags, launch, read_metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TIMES = ("timing_s/", "perf/")
 

@@ -9,9 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
 import launch
+from look import bench
 
 POINTS = [
     (64, 512, 4),

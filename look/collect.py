@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 METRICS = (
     "reward/mean",
     "reward/frac_zero_std",
@@ -43,7 +43,6 @@ def differences(settings: dict) -> dict:
     """The run's knobs that are not what this checkout makes of the config file; a model's folder is named by its published name."""
     import dataclasses
 
-    sys.path.insert(0, str(ROOT))
     from config import load_config
 
     usual = knobs(

@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 import yaml
 
+from host.disk import whole_lines
+
 TEMPLATE = Path(__file__).with_suffix(".html")
 DUMP = re.compile(r"((?:val-)?(\d+))(\.failed)?\.jsonl")  # of rollouts/ and traces/
 
@@ -121,21 +123,6 @@ def blocks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             yield block
-
-
-def whole_lines(path: Path) -> Iterator[tuple[bytes, dict]]:
-    """(line, record) of a file of JSON lines, less a last one that a kill cut short. ValueError for any other that is no JSON."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return
-                raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
-            yield line, record
 
 
 def read_metrics(path: Path) -> dict[str, list[list]]:

@@ -10,7 +10,6 @@ It reads the run's files alone, while the run goes on as well. Traces are of the
 import argparse
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import yaml
@@ -19,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from host.console import printable
-from doctor import diagnose
-from page import read_config, read_metrics, whole_lines, write_page
+from host.disk import whole_lines
+from look.doctor import diagnose
+from look.page import read_config, read_metrics, write_page
 
 RELEVANT = (  # of the resolved configuration: what a trace can only be understood with
     "actor.path",
@@ -379,12 +379,3 @@ def main(argv: list[str]) -> None:
             show_group(console, run, args.step, args.group, args.tokens)
         else:
             console.print(Text(summary(run)))
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except BrokenPipeError:  # | head
-        sys.exit(0)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {printable(str(error))}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from dump import sample_table
+from metrics import sample_table
 
 COLUMNS = ["prompt", "response", "ground_truth", "score", "advantage", "finish_reason"]
 

@@ -8,7 +8,6 @@ import argparse
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parent.parent / "docs"
 BLUE, ORANGE, GREY = "#2f6fd0", "#e07b39", "#8a94a6"
 SMOOTHED = 5  # steps, in the pictures of three seeds
 plt.rcParams |= {
@@ -179,10 +178,9 @@ def chain_seeds() -> None:
 
 def photograph(run: Path) -> None:
     """The page of a run, curves above and a traced rollout below."""
-    sys.path.insert(0, str(DOCS.parent))
     from selenium import webdriver
 
-    from page import write_page
+    from look.page import write_page
 
     options = webdriver.ChromeOptions()
     for flag in (

@@ -1,51 +1,15 @@
 """What a run keeps of its trajectories, as JSON lines: all of them as text (rollouts/), and of some prompt groups every token with
 every number that belongs to it, from the prompt to the update that used it (traces/). And a few of them as a table for the eye."""
 
-import json
-import math
 from collections.abc import Iterator
 
 import torch
 
 from advantage import returns_to_go
 from batch import Trajectory, gather, group_by_prompt
-from host.console import one_line
+from metrics import dump_record
 
 DIGITS = 7  # significant digits of a float in a trace, which float32 has
-
-
-def to_json(record: dict) -> str:
-    """One line that any JSON reader takes: NaN and infinities, which JSON lacks, as null, and what is no JSON as text."""
-
-    def plain(value):
-        if isinstance(value, dict):
-            return {str(k): plain(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(v) for v in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(record), default=str, allow_nan=False)
-
-
-def dump_record(t: Trajectory) -> dict:
-    advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
-    return {
-        "key": t.key,
-        "row": t.task.index,
-        "data_source": t.task.data_source,
-        "prompt": t.task.messages,
-        "response": t.response,
-        "ground_truth": t.task.ground_truth,
-        "score": t.score,
-        "score_parts": t.score_parts,
-        "advantage": advantage,
-        "finish_reason": t.finish_reason,
-        "prompt_length": t.prompt_length,
-        "response_length": t.response_length,
-        "num_turns": t.num_turns,
-        "weight_version": t.weight_version,
-        "error": t.error,
-    }
 
 
 def trace_records(trajectories: list[Trajectory], num_groups: int, actor, tokenizer, gamma: float) -> Iterator[dict]:
@@ -123,23 +87,3 @@ def rounded(values) -> list[float] | None:
     if values is None:
         return None
     return [float(f"{x:.{DIGITS}g}") for x in (values.tolist() if isinstance(values, torch.Tensor) else values)]
-
-
-def samples(trajectories: list[Trajectory], most: int = 4) -> list[dict]:
-    """A step's best and worst trajectory, and others spread evenly between them by score: dump records, best first."""
-    ranked = sorted((t for t in trajectories if t.score == t.score), key=lambda t: -t.score)
-    places = {round(i * (len(ranked) - 1) / max(most - 1, 1)) for i in range(most)} if ranked else ()
-    return [dump_record(ranked[place]) for place in sorted(places)]
-
-
-def sample_table(records: list[dict], width: int) -> str:
-    """Score, advantage and the ends of prompt and response, a line each, `width` columns wide."""
-    room = max((width - 20) // 2, 20)
-    lines = [f"{'score':>7} {'adv':>7}  {'prompt':<{room}} response"]
-    for r in records:
-        prompt = r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1].get("content")
-        advantage = "" if r["advantage"] is None else f"{r['advantage']:.2f}"
-        lines.append(
-            f"{r['score']:7.2f} {advantage:>7}  {one_line(prompt, room):<{room}} {one_line(r['response'], room)}"
-        )
-    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Looking at runs and planning them: a training loop imports these only inside the `if` of a knob."""
