@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from agent import Reply, stop_token_ids
-from copies import Copies
-from decoding import capture_sizes, lean_sampler, use_decode_kernel
+from fast.copies import Copies
+from fast.decoding import capture_sizes, lean_sampler, use_decode_kernel
 from look.memory import check_gpu_memory
-from scheduler import OUTCOME, lean_scheduler
+from fast.scheduler import OUTCOME, lean_scheduler
 from sync_weights import check_heads
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with

@@ -42,7 +42,7 @@ def rows_at_once(vocab: int) -> int:
 def kernels_for(tensor):
     """Where block_statistics and logit_gradient come from."""
     if tensor.is_cuda:
-        import kernels
+        from fast import kernels
 
         return kernels
     return sys.modules[__name__]

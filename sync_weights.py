@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from agent import Policy
 from batch import Task, Trajectory, gather
-from copies import batches, bit_sum
+from fast.copies import batches, bit_sum
 
 
 @dataclass(frozen=True)

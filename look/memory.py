@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import head as lm_head
-from copies import SUMMED_AT_ONCE
+from fast.copies import SUMMED_AT_ONCE
 from launch import one_group, reshards
 
 GIB = 2**30

@@ -94,7 +94,7 @@ def worker(args) -> None:
 
     import actor as actor_module
     from actor import Actor, ActorConfig
-    from copies import bit_sum
+    from fast.copies import bit_sum
     from launch import make_accelerator
 
     config = AutoConfig.from_pretrained(args.model)
@@ -201,7 +201,7 @@ def state(actor, batch: list, args) -> dict:
 
 
 def optimizer_bits(actor) -> dict[str, int]:
-    from copies import bit_sum
+    from fast.copies import bit_sum
 
     states, names = actor.optimizer.optimizer.state, dict(actor.model.named_parameters())
     return {

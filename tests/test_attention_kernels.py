@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import ROOT
 
-import attention_kernels
+from fast import attention_kernels
 
 INTERPRETED = """
 import sys
 sys.path[:0] = [{root!r}]
 import torch
-import attention_kernels
+from fast import attention_kernels
 
 torch.manual_seed(0)
 boundaries = lambda sizes: torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)

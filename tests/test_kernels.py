@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-import decoding
+from fast import decoding
 import head
-from decoding import sample_tokens, uniform
+from fast.decoding import sample_tokens, uniform
 
 INTERPRETED = """
 import sys
 sys.path[:0] = [{root!r}]
 import torch
-import attention
-import decoding
+from fast import attention
+from fast import decoding
 import head
-import kernels
+from fast import kernels
 
 torch.manual_seed(0)
 close = lambda ours, theirs, **kwargs: torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, **kwargs)

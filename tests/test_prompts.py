@@ -7,11 +7,11 @@ import pytest
 import torch
 from test_actor import LOSS
 
-import attention
+from fast import attention
 from actor import collate_for, forward, load_model, plan_of, share_logprobs
-from attention import flash_attention, padded_attention
+from fast.attention import flash_attention, padded_attention
 from batch import Task, Trajectory, collate
-from prompts import pack_shared, prompt_groups, share
+from fast.prompts import pack_shared, prompt_groups, share
 
 GROUPS = [
     (5, [3, 1, 4]),

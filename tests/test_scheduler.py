@@ -15,8 +15,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import ROOT, flags, launch_environment  # noqa: E402
 
-import scheduler  # noqa: E402
-from scheduler import OUTCOME, lean_scheduler  # noqa: E402
+from fast import scheduler  # noqa: E402
+from fast.scheduler import OUTCOME, lean_scheduler  # noqa: E402
 
 VAL = type("Sampling", (), {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 

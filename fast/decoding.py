@@ -143,7 +143,7 @@ def use_decode_kernel() -> None:
     """Large batches in which each sequence decodes a token get kernels.decode_attention, all others vLLM's flash attention. Comes before vLLM captures CUDA graphs."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-    from kernels import decode_attention, find_shared
+    from fast.kernels import decode_attention, find_shared
 
     flash = FlashAttentionImpl.forward
 

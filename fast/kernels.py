@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-import decoding
+from fast import decoding
 from head import BLOCK, LOW
 
 GOLDEN, MIX, MIX_AGAIN = (

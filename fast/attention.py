@@ -106,7 +106,7 @@ def flash_backward(
 def merge(out, lse, seen, seen_lse) -> None:
     """Two attentions of the same queries to different keys become one, in place: out [T, H, D], lse [H, T]."""
     if out.is_cuda:
-        import kernels
+        from fast import kernels
 
         return kernels.merge(out, lse, seen, seen_lse)
     whole = torch.logaddexp(lse, seen_lse)
@@ -162,7 +162,7 @@ def flash_attention_backward(
     left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if left < 0 and q.is_cuda:
-        import attention_kernels
+        from fast import attention_kernels
 
         if attention_kernels.serves(q, k, len(cu_own) - 1):
             return attention_kernels.flash_backward(
