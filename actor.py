@@ -13,13 +13,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fast.attention import packed_attention
 from batch import Batch, Trajectory, collate, group_by_prompt, pack, send, token_imbalance
+from fast.attention import packed_attention
+from fast.offload import Moments
+from fast.prompts import pack_shared, share
 from head import replace_head
 from launch import make_plugin, reshards
 from loss import count_totals, policy_loss
-from fast.offload import Moments
-from fast.prompts import pack_shared, share
 
 WRAPPERS = (
     "_checkpoint_wrapped_module.",

@@ -179,18 +179,6 @@ def punish_overlong(trajectories: list[Trajectory], cfg: AlgorithmConfig, max_re
     return {"reward/overlong_penalty": sum(penalties) / len(penalties)}
 
 
-def set_baselines(groups: list[list[Trajectory]], greedy: list[list[Trajectory]]) -> None:
-    """Give every prompt's trajectories the score of its greedy session (remax); without one that has a score they have none either."""
-    for group, of_prompt in zip(groups, greedy):
-        for trajectory in group:
-            trajectory.baseline = of_prompt[-1].score if of_prompt else float("nan")
-            if trajectory.baseline != trajectory.baseline:
-                trajectory.score, trajectory.error = (
-                    float("nan"),
-                    of_prompt[-1].error if of_prompt else "the greedy session of this prompt failed\n",
-                )
-
-
 def set_token_level_rewards(trajectories: list[Trajectory], cfg: AlgorithmConfig, kl_coef: float) -> dict[str, float]:
     """The score on each trajectory's last sampled token, less kl_coef * KL(old, ref) on every sampled token when asked for."""
     kl_means, lengths, mask = (

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Iterator, Literal
 
 from batch import Task
+from tasks.chat import prompt_text
 from tasks.procedural import PREFIX, check_disjoint, make_rows
 
 
@@ -172,17 +173,6 @@ def without_none(value):
     if isinstance(value, dict):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, list) else value
-
-
-def prompt_text(messages: list[dict] | str, tokenizer, tools: list | None = None) -> str:
-    """A text as it is; messages through the chat template, up to where the assistant begins to speak."""
-    if isinstance(messages, str):
-        return messages
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"a prompt is chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat template: use text prompts or another model"
-        )
-    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
 
 
 def render(messages: list[dict] | str, tokenizer, tools: list | None = None) -> list[int]:

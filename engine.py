@@ -17,9 +17,7 @@ import torch.distributed as dist
 from agent import Reply, stop_token_ids
 from fast.copies import Copies
 from fast.decoding import capture_sizes, lean_sampler, use_decode_kernel
-from look.memory import check_gpu_memory
 from fast.scheduler import OUTCOME, lean_scheduler
-from sync_weights import check_heads
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
 KERNEL_VERSIONS = ((0, 26), (0, 27))  # the same for what replaces kernels of vLLM, which are on GPUs only
@@ -437,3 +435,26 @@ def make_room() -> None:
     """Have torch give back what it keeps for the next update, unless the GPU has room for that and for what of vLLM is asleep."""
     if torch.cuda.mem_get_info()[0] < asleep_bytes() + SPARE:
         torch.cuda.empty_cache()
+
+
+def check_gpu_memory(cfg) -> None:
+    """ValueError when the GPU has less free than vLLM is to take."""
+    if not torch.cuda.is_available():
+        return
+    free, total = torch.cuda.mem_get_info()
+    if free < cfg.gpu_memory_utilization * total:
+        raise ValueError(
+            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization} asks for {cfg.gpu_memory_utilization * total / 2**30:.1f} GiB, but only {free / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB are free: lower it below {free / total:.2f}, or free the GPU"
+        )
+
+
+def check_heads(path: str, tensor_parallel: int) -> None:
+    """ValueError when the model's key-value heads can't be dealt out evenly: vLLM would copy some, and the sum of bits would not prove a sync."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % tensor_parallel:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of actor.path={path}"
+        )

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from advantage import set_baselines
 from agent import Policy, PromptTooLong, decode, find_agent, session_seed
 from batch import Task, Trajectory, gather, group_kind, prompt_uid, rank_share
 from host.console import traceback_text
@@ -317,3 +316,15 @@ def sample(cfg, engine, scorer, stream, step: int, log) -> list[Trajectory]:
         | {"rollout/gen_batches": batch}
     )
     return [t for group in kept[:wanted] for t in group]
+
+
+def set_baselines(groups: list[list[Trajectory]], greedy: list[list[Trajectory]]) -> None:
+    """Give every prompt's trajectories the score of its greedy session (remax); without one that has a score they have none either."""
+    for group, of_prompt in zip(groups, greedy):
+        for trajectory in group:
+            trajectory.baseline = of_prompt[-1].score if of_prompt else float("nan")
+            if trajectory.baseline != trajectory.baseline:
+                trajectory.score, trajectory.error = (
+                    float("nan"),
+                    of_prompt[-1].error if of_prompt else "the greedy session of this prompt failed\n",
+                )

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from agent import Policy
 from batch import Task, Trajectory, gather
-from fast.copies import batches, bit_sum
+
+SUMMED_AT_ONCE = 2**23  # elements, or copied: torch makes them int64 to add them up
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,32 @@ class SyncConfig:
 
 class SyncError(RuntimeError):
     """vLLM does not hold the actor's weights, or computes something else with them."""
+
+
+def batches(items, size):
+    """Lists of neighbours, each full with the item that brings it to SUMMED_AT_ONCE: of a small tensor a call takes the host longer than the device."""
+    held, total = [], 0
+    for item in items:
+        held.append(item)
+        total += size(item)
+        del item
+        if total >= SUMMED_AT_ONCE:
+            yield held
+            held, total = [], 0
+    if held:
+        yield held
+
+
+def bit_sum(*tensors: torch.Tensor) -> torch.Tensor:
+    """The tensors' elements, read as integers, added up. Fusing and splitting tensors, as vLLM does, leaves the sum as it is."""
+    integers = {2: torch.int16, 4: torch.int32}
+    flat = [t.detach().reshape(-1).view(integers[t.element_size()]) for t in tensors]
+    parts = [part for t in flat for part in (t.split(SUMMED_AT_ONCE) if t.numel() > SUMMED_AT_ONCE else (t,))]
+    sums = [
+        (batch[0] if len(batch) == 1 else torch.cat(batch)).sum(dtype=torch.int64)
+        for batch in batches(parts, torch.Tensor.numel)
+    ]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 class Ledger:
@@ -164,15 +191,3 @@ def differing_tensors(actor, engine) -> str:
 def shares_layer(ours: str, theirs: str) -> bool:
     """Whether a vLLM parameter may hold this Hugging Face tensor: the same path up to the module that vLLM may have fused."""
     return ours.rsplit(".", 2)[0] == theirs.rsplit(".", 2)[0]
-
-
-def check_heads(path: str, tensor_parallel: int) -> None:
-    """ValueError when the model's key-value heads can't be dealt out evenly: vLLM would copy some, and the sum of bits would not prove a sync."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % tensor_parallel:
-        raise ValueError(
-            f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of actor.path={path}"
-        )

@@ -7,33 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SUMMED_AT_ONCE = 2**23  # elements, or copied: torch makes them int64 to add them up
-
-
-def batches(items, size):
-    """Lists of neighbours, each full with the item that brings it to SUMMED_AT_ONCE: of a small tensor a call takes the host longer than the device."""
-    held, total = [], 0
-    for item in items:
-        held.append(item)
-        total += size(item)
-        del item
-        if total >= SUMMED_AT_ONCE:
-            yield held
-            held, total = [], 0
-    if held:
-        yield held
-
-
-def bit_sum(*tensors: torch.Tensor) -> torch.Tensor:
-    """The tensors' elements, read as integers, added up. Fusing and splitting tensors, as vLLM does, leaves the sum as it is."""
-    integers = {2: torch.int16, 4: torch.int32}
-    flat = [t.detach().reshape(-1).view(integers[t.element_size()]) for t in tensors]
-    parts = [part for t in flat for part in (t.split(SUMMED_AT_ONCE) if t.numel() > SUMMED_AT_ONCE else (t,))]
-    sums = [
-        (batch[0] if len(batch) == 1 else torch.cat(batch)).sum(dtype=torch.int64)
-        for batch in batches(parts, torch.Tensor.numel)
-    ]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+from sync_weights import batches
 
 
 class Copies(TorchDispatchMode):

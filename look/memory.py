@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import head as lm_head
-from fast.copies import SUMMED_AT_ONCE
 from launch import one_group, reshards
+from sync_weights import SUMMED_AT_ONCE
 
 GIB = 2**30
 BATCH = 150  # bytes a token of the packed batch and some twenty [T] floats of the loss
@@ -421,14 +421,3 @@ def lowered(cfg, fits) -> list[str]:
         value = next((v for v in values if fits(change(cfg, name, v))), None)
         found += [] if value is None else [f"lower {name} to {value}"]
     return found
-
-
-def check_gpu_memory(cfg) -> None:
-    """ValueError when the GPU has less free than vLLM is to take."""
-    if not torch.cuda.is_available():
-        return
-    free, total = torch.cuda.mem_get_info()
-    if free < cfg.gpu_memory_utilization * total:
-        raise ValueError(
-            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization} asks for {cfg.gpu_memory_utilization * total / 2**30:.1f} GiB, but only {free / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB are free: lower it below {free / total:.2f}, or free the GPU"
-        )

@@ -5,7 +5,16 @@ import itertools
 import json
 import re
 
-from data import prompt_text
+
+def prompt_text(messages: list[dict] | str, tokenizer, tools: list | None = None) -> str:
+    """A text as it is; messages through the chat template, up to where the assistant begins to speak."""
+    if isinstance(messages, str):
+        return messages
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"a prompt is chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat template: use text prompts or another model"
+        )
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
 
 
 def with_tools(messages: list[dict] | str, tools: list | None, tokenizer, how: str) -> tuple:

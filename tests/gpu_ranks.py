@@ -94,8 +94,8 @@ def worker(args) -> None:
 
     import actor as actor_module
     from actor import Actor, ActorConfig
-    from fast.copies import bit_sum
     from launch import make_accelerator
+    from sync_weights import bit_sum
 
     config = AutoConfig.from_pretrained(args.model)
     longest = min(1024, config.max_position_embeddings)
@@ -201,7 +201,7 @@ def state(actor, batch: list, args) -> dict:
 
 
 def optimizer_bits(actor) -> dict[str, int]:
-    from fast.copies import bit_sum
+    from sync_weights import bit_sum
 
     states, names = actor.optimizer.optimizer.state, dict(actor.model.named_parameters())
     return {

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import head
 from actor import Actor, ActorConfig, Reference, forward, load_model, score, share_logprobs
-from fast.attention import packed_attention
 from batch import Task, Trajectory, collate
+from fast.attention import packed_attention
 from launch import make_accelerator, make_plugin
 from loss import LossConfig
 

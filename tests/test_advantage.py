@@ -13,13 +13,13 @@ from advantage import (
     AlgorithmConfig,
     compute_advantages,
     punish_overlong,
-    set_baselines,
     set_loss_mask,
     set_token_level_rewards,
     update_kl_coef,
 )
 from batch import group_kind
 from loss import LossConfig, count_totals, reject_mismatched
+from rollout import set_baselines
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())["advantage"]
 CASES = list(GOLDEN["expected_at_last_valid_token"])

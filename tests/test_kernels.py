@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-from fast import decoding
 import head
+from fast import decoding
 from fast.decoding import sample_tokens, uniform
 
 INTERPRETED = """

@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_actor import LOSS
 
-from fast import attention
 from actor import collate_for, forward, load_model, plan_of, share_logprobs
-from fast.attention import flash_attention, padded_attention
 from batch import Task, Trajectory, collate
+from fast import attention
+from fast.attention import flash_attention, padded_attention
 from fast.prompts import pack_shared, prompt_groups, share
 
 GROUPS = [

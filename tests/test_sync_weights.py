@@ -8,9 +8,9 @@ import torch
 from test_actor import LOSS, sequences
 
 from batch import Task
-from fast.copies import Copies, bit_sum
+from fast.copies import Copies
 from rollout import Rollout
-from sync_weights import SyncConfig, SyncError, sync_weights, tolerances
+from sync_weights import SyncConfig, SyncError, bit_sum, sync_weights, tolerances
 
 PROMPTS = [Task([{"role": "user", "content": f"{n}+1="}], "exact", "") for n in range(10, 14)]
 
@@ -33,7 +33,7 @@ def test_sum_of_bits_is_of_the_whole_tensor(monkeypatch):
     tensor = torch.arange(-50, 50, dtype=torch.float32).view(10, 10).bfloat16()
     whole = int(tensor.view(torch.int16).sum(dtype=torch.int64))
     for at_once in (1, 7, 100, 1000):
-        monkeypatch.setattr("fast.copies.SUMMED_AT_ONCE", at_once)
+        monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
         assert int(bit_sum(tensor)) == int(bit_sum(tensor.t())) == whole
 
 
@@ -46,7 +46,7 @@ def test_sum_of_bits_of_many_tensors_is_that_of_each(monkeypatch):
     ]
     each = sum(int(t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).long().sum()) for t in tensors)
     for at_once in (1, 7, 100, 1000):
-        monkeypatch.setattr("fast.copies.SUMMED_AT_ONCE", at_once)
+        monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
         assert int(bit_sum(*tensors)) == each
 
 
@@ -76,7 +76,7 @@ def held(engine):
 @pytest.mark.parametrize("at_once", [1, 5000, 2**23])
 def test_a_later_sync_does_vllms_copies_without_its_loader(cfg, tokenizer, engine, actor, monkeypatch, at_once):
     """Of new weights, whatever is copied at once; what vLLM holds is what its own loader makes of them."""
-    monkeypatch.setattr("fast.copies.SUMMED_AT_ONCE", at_once)
+    monkeypatch.setattr("sync_weights.SUMMED_AT_ONCE", at_once)
     calls = loads(engine, monkeypatch)
     sync_weights(actor, engine, cfg.sync, [])
     before = held(engine)
