@@ -14,10 +14,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from agent import Reply, stop_token_ids
 from fast.copies import Copies
 from fast.decoding import capture_sizes, lean_sampler, use_decode_kernel
 from fast.scheduler import OUTCOME, lean_scheduler
+from policy import Reply, stop_token_ids
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
 KERNEL_VERSIONS = ((0, 26), (0, 27))  # the same for what replaces kernels of vLLM, which are on GPUs only

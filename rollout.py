@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agent import Policy, PromptTooLong, decode, find_agent, session_seed
+from agent import find_agent
 from batch import Task, Trajectory, gather, group_kind, prompt_uid, rank_share
 from host.console import traceback_text
+from policy import Policy, PromptTooLong, decode, session_seed
 from reward import check_failures, too_many_failed
 
 

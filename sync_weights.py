@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from agent import Policy
 from batch import Task, Trajectory, gather
+from policy import Policy
 
 SUMMED_AT_ONCE = 2**23  # elements, or copied: torch makes them int64 to add them up
 

@@ -12,19 +12,19 @@ import torch
 
 from actor import Actor, Reference
 from advantage import compute_advantages, punish_overlong, set_loss_mask, set_token_level_rewards, update_kl_coef
-from agent import agent_prompt, check_agents, load_tokenizer
+from agent import agent_prompt, check_agents
 from batch import gather
-from checkpoint import check_changes, find, is_due, load, mark_best, read_state, save
+from checkpoint import check_changes, export, find, is_due, load, mark_best, read_state, save
 from config import Config, load_config
 from data import TaskStream, filter_overlong, load_tasks
 from engine import Engine
-from export import export
 from launch import make_accelerator, run, told_to_stop
 from log import Logger, start_log
 from look.memory import preflight
 from look.replay import Recorder
 from loss import reject_mismatched, rollout_mismatch
 from metrics import rollout_metrics, validation_metrics
+from policy import load_tokenizer
 from reward import Scorer, check_failures
 from rollout import Rollout, check_groups, sample
 from sync_weights import sync_weights

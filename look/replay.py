@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from actor import Actor, reduce_sums
 from batch import Task, Trajectory
-from export import export
+from checkpoint import export
 
 TENSORS = ("loss_mask", "advantages", "old_logprobs", "ref_logprobs")
 
@@ -94,9 +94,9 @@ def replay(folder: Path) -> dict[str, tuple[float, float]]:
     """{metric: (the run's, recomputed)} of a dump; FileNotFoundError when it is none."""
     import dataclasses
 
-    from agent import load_tokenizer
     from config import load_config
     from launch import make_accelerator
+    from policy import load_tokenizer
 
     if not (folder / "found.json").exists():
         raise FileNotFoundError(f"{folder} holds no dumped mini-batch (found.json)")

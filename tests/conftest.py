@@ -88,7 +88,7 @@ def cfg(tiny):
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny):
-    from agent import load_tokenizer
+    from policy import load_tokenizer
 
     return load_tokenizer(str(tiny / "model"))
 

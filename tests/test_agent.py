@@ -7,22 +7,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import launch, read_metrics
 
-from agent import (
-    AgentConfig,
-    BudgetUsed,
-    Policy,
-    PromptTooLong,
-    Reply,
-    agent_prompt,
-    agent_tools,
-    check_agents,
-    find_agent,
-    session_seed,
-    single_turn_agent,
-    tool_agent,
-)
+from agent import AgentConfig, agent_prompt, agent_tools, check_agents, find_agent, single_turn_agent, tool_agent
 from batch import Task
 from data import DataConfig
+from policy import BudgetUsed, Policy, PromptTooLong, Reply, session_seed
 from tasks.chat import guarded_tokens
 from tasks.tools import (
     FORMATS,

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from actor import forward, load_model
-from agent import load_tokenizer
 from batch import collate
 from look import bench
+from policy import load_tokenizer
 
 RATES = Namespace(peak_tflops=989.0, matmul_tflops=790.0, bandwidth_tbs=4.3)
 

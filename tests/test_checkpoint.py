@@ -16,8 +16,7 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
-from checkpoint import CheckpointConfig, changed_knobs, check_changes, find, mark_best, read_state, save
-from export import choose
+from checkpoint import CheckpointConfig, changed_knobs, check_changes, choose, find, mark_best, read_state, save
 from host import disk
 
 

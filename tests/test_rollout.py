@@ -12,8 +12,9 @@ from fakes import make_trajectory
 from test_scheduler import Schedule, stock
 
 import agent as agents
-from agent import session_seed, single_turn_agent, stop_token_ids
+from agent import single_turn_agent
 from batch import Task, Trajectory
+from policy import session_seed, stop_token_ids
 from rollout import Group, Rollout, ValConfig, check_groups, sample, usable
 from sync_weights import sync_weights
 

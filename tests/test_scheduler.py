@@ -264,10 +264,10 @@ def ahead(engine, kind, seed: int, few_blocks: int):
 def main(tiny: str, out: str) -> None:
     """Play every case with vLLM's scheduler and with ours, on an engine whose sequences are longer than the KV cache's blocks of 128 tokens."""
     from actor import Actor
-    from agent import load_tokenizer
     from config import load_config
     from engine import Engine
     from launch import make_accelerator
+    from policy import load_tokenizer
     from sync_weights import sync_weights
 
     cfg = load_config(
