@@ -1,30 +1,26 @@
-"""The policy and the reference: Hugging Face models under accelerate's FSDP2, on packed sequences.
+"""The policy and the reference: models under FSDP2 that score trajectories, and the policy's optimizer steps.
 
 `Actor.score` gives log-probs without gradient, `Actor.update` takes a step's optimizer steps, `Actor.weights` streams the
-weights for vLLM. [T, V] logits never exist whole (head.py).
+weights for vLLM. How one log-prob is computed stands in model.py, how the ranks share a model in fsdp.py.
 """
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from batch import Batch, Trajectory, collate, group_by_prompt, pack, send, token_imbalance
-from fast.attention import packed_attention
-from fast.offload import Moments
-from fast.prompts import pack_shared, share
-from head import replace_head
-from launch import make_plugin, reshards
-from loss import count_totals, policy_loss
+from fsdp import prepare_frozen, reshard, reshards
+from loss import LossConfig, count_totals, policy_loss
+from model import forward, load_model
 
-WRAPPERS = (
-    "_checkpoint_wrapped_module.",
-    "_orig_mod.",
-)  # what activation checkpointing and compile add to a parameter's name
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # added to parameters' names by checkpointing and compiling
+Plan = list[list[list[int]]]  # [rank][micro-batch] -> indices of trajectories
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,10 @@ class ActorConfig:
     """Recompute each layer's activations in the backward pass."""
     use_torch_compile: bool = True
     """Compile the layers, once for all shapes: half a minute more at a first step, half the time of each. (Not on the CPU.)"""
+    flash_attention: bool = True
+    """Attend by FlashAttention in bfloat16 on a GPU, not by torch's own attention on padded rows."""
+    lean_kernels: bool = True
+    """On a GPU, the head's softmax and attention's backward by kernels in Triton, not by torch."""
     share_prompts: bool = False
     """Compute a prompt once for all of its sessions in a micro-batch: exact, and less work, the more the longer prompts are. Needs use_dynamic_bsz."""
     reshard_after_forward: bool | None = None
@@ -111,105 +111,70 @@ def lr_factor(step: int, total_steps: int, cfg: ActorConfig) -> float:
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float, compiled: bool = False):
-    """A causal LM with packed attention and the chunked log-prob head. ValueError for a model that either would get wrong."""
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+def speed_up(model, cfg: ActorConfig, device: torch.device) -> None:
+    """Put quicker twins in place of plain torch, as the knobs say. What is computed stays the same but for rounding."""
+    on_gpu = device.type == "cuda"
+    if cfg.share_prompts or (cfg.flash_attention and on_gpu):
+        from fast.attention import use_fast_attention
 
-    config = AutoConfig.from_pretrained(path)
-    for knob in (
-        "final_logit_softcapping",
-        "attn_logit_softcapping",
-        "logits_scaling",
-        "logit_scale",
-        "quantization_config",
-    ):
-        if getattr(config, knob, None) not in (None, 1.0):
-            raise ValueError(
-                f"actor.path={path}: its config has {knob}, which the packed log-prob forward does not compute; use a model without it"
-            )
-    AttentionInterface.register("packed", packed_attention)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
-    head = model.get_output_embeddings()
-    if num_tokens > head.weight.size(0):
-        raise ValueError(
-            f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {head.weight.size(0)}"
-        )
-    replace_head(head, num_tokens, temperature)
-    if compiled:  # hooks of FSDP and checkpointing stay outside
-        for layer in (m for m in model.modules() if type(m).__name__ in model._no_split_modules):
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-    return model
+        use_fast_attention(model, flash=cfg.flash_attention and on_gpu, kernels=cfg.lean_kernels and on_gpu)
+    if cfg.lean_kernels and on_gpu:
+        from fast import kernels
+
+        model.get_output_embeddings().ops = kernels
+    if cfg.use_torch_compile and on_gpu:
+        for layer in model.modules():
+            if type(layer).__name__ in model._no_split_modules:
+                layer.forward = torch.compile(
+                    layer.forward, dynamic=True
+                )  # hooks of FSDP and checkpointing stay outside
 
 
-def forward(model, batch: Batch):
-    """`(logprobs [T], entropy [T])` of a packed batch, 0 at tokens that the policy did not sample. The one place that shifts.
+def plan_micro_batches(trajectories: list[Trajectory], cfg: ActorConfig, max_tokens: int) -> Plan:
+    """Micro-batches of max_tokens tokens at most, or of ppo_micro_batch_size_per_gpu trajectories."""
+    if cfg.share_prompts:
+        from fast.prompts import pack_shared
 
-    The head sees only the positions whose next token was sampled.
-    """
-    sampled = batch.sampled  # [K]
-    assert len(sampled), "a micro-batch without a sampled token has nothing to compute"
-    model.get_output_embeddings().targets = batch.tokens[sampled]
-    tokens, position_ids, before = batch.tokens, batch.position_ids, sampled - 1
-    if batch.shared:
-        tokens, position_ids, before = (
-            tokens[batch.shared.index],
-            position_ids[batch.shared.index],
-            batch.shared.places[before],
-        )
-    inputs = {"input_ids": tokens[None], "position_ids": position_ids[None], "attention_mask": None}
-    out = model(**inputs, use_cache=False, logits_to_keep=before, packing=batch).logits[0]  # [K, 2]
-    zeros = out.new_zeros(len(batch.tokens))
-    return zeros.index_put((sampled,), out[:, 0]), zeros.index_put((sampled,), out[:, 1])
-
-
-def reshard(model) -> None:
-    """Free gathered weights. A no-grad forward leaves the last FSDP group gathered, and a step after it would not reach the next forward or sync."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def plan_of(trajectories: list[Trajectory], cfg: ActorConfig, max_tokens: int) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> indices, of max_tokens tokens at most, or of ppo_micro_batch_size_per_gpu trajectories."""
-    if cfg.use_dynamic_bsz and cfg.share_prompts:
         return pack_shared(trajectories, dist.get_world_size(), max_tokens)
-    return pack(
-        [len(t.tokens) for t in trajectories],
-        dist.get_world_size(),
-        max_tokens if cfg.use_dynamic_bsz else None,
-        cfg.ppo_micro_batch_size_per_gpu,
-    )
+    lengths = [len(t.tokens) for t in trajectories]
+    if cfg.use_dynamic_bsz:
+        return pack(lengths, dist.get_world_size(), max_tokens)
+    return pack(lengths, dist.get_world_size(), None, cfg.ppo_micro_batch_size_per_gpu)
 
 
-def collate_for(trajectories: list[Trajectory], cfg: ActorConfig, device) -> Batch:
+def collate_for(trajectories: list[Trajectory], cfg: ActorConfig, device: torch.device) -> Batch:
+    """The packed batch on the device; with share_prompts it also says which prompts are computed once."""
     batch = collate(trajectories, device)
-    batch.shared = share(trajectories, device) if cfg.share_prompts else None
+    if cfg.share_prompts:
+        from fast.prompts import share
+
+        batch.shared = share(trajectories, device)
     return batch
 
 
-def score(model, trajectories: list[Trajectory], cfg: ActorConfig, device) -> list[torch.Tensor]:
-    """Log-probs [L] of every trajectory, on every rank; each rank computes its share. No gradient."""
-    lengths = [len(t.tokens) for t in trajectories]
-    own: list[tuple[list[int], torch.Tensor]] = []
+def score(model, trajectories: list[Trajectory], cfg: ActorConfig, device: torch.device) -> list[torch.Tensor]:
+    """Log-probs [L] of every trajectory, on every rank; each rank computes its share. No gradient. A collective."""
+    plan = plan_micro_batches(trajectories, cfg, cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu)
+    computed: list[tuple[list[int], torch.Tensor]] = []
     with torch.no_grad():
-        for indices in plan_of(trajectories, cfg, cfg.log_prob_max_token_len_per_gpu or cfg.ppo_max_token_len_per_gpu)[
-            dist.get_rank()
-        ]:
+        for indices in plan[dist.get_rank()]:
+            # A rank with nothing left runs a forward all the same, since FSDP needs every rank.
             batch = collate_for([trajectories[i] for i in indices or [0]], cfg, device)
-            own.append((indices, forward(model, batch)[0]))
+            computed.append((indices, forward(model, batch)[0]))
     reshard(model)
-    return share_logprobs(own, lengths, device)
+    return share_logprobs(computed, [len(t.tokens) for t in trajectories], device)
 
 
-def share_logprobs(own: list[tuple[list[int], torch.Tensor]], lengths: list[int], device) -> list[torch.Tensor]:
-    """Every trajectory's log-probs [L] on every rank, from (indices, log-probs [T]) of each micro-batch that a rank computed. A collective."""
+def share_logprobs(
+    computed: list[tuple[list[int], torch.Tensor]], lengths: list[int], device: torch.device
+) -> list[torch.Tensor]:
+    """Every trajectory's log-probs [L] on every rank, from (indices, log-probs [T]) of this rank's micro-batches. A collective."""
     whole = torch.zeros(sum(lengths), device=device)  # all trajectories end to end
     starts = [0, *accumulate(lengths)]
-    for indices, logprobs in own:
+    for indices, logprobs in computed:
         if indices:
-            whole[send(torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices]), device)] = logprobs
+            places = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices])
+            whole[send(places, device)] = logprobs
     if dist.get_world_size() > 1:
         dist.all_reduce(whole)
     return list(whole.cpu().split(lengths))
@@ -219,42 +184,39 @@ class Reference:
     """The frozen model that KL is measured against, sharded like the actor, on the CPU between uses when asked for."""
 
     def __init__(self, cfg: RefConfig, actor_cfg: ActorConfig, accelerator, num_tokens: int, temperature: float):
-        from accelerate.utils import fsdp2_prepare_model
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
-        self.cfg, self.device = actor_cfg, accelerator.device
-        model = (
-            load_model(
-                cfg.path or actor_cfg.path,
-                getattr(torch, actor_cfg.dtype),
-                num_tokens,
-                temperature,
-                actor_cfg.use_torch_compile and self.device.type == "cuda",
-            )
-            .eval()
-            .requires_grad_(False)
-        )
-        offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if cfg.param_offload else None
-        # The accelerator's state holds one plugin, and preparing changes the plugin: lend it this model's own.
-        state = accelerator.state
-        actors, state.fsdp_plugin = state.fsdp_plugin, make_plugin(actor_cfg, cpu_offload=offload)
-        try:
-            self.model = fsdp2_prepare_model(accelerator, model)
-        finally:
-            state.fsdp_plugin = actors
+        self.cfg = actor_cfg
+        self.device = accelerator.device
+        dtype = getattr(torch, actor_cfg.dtype)
+        model = load_model(cfg.path or actor_cfg.path, dtype, num_tokens, temperature)
+        speed_up(model, actor_cfg, self.device)
+        model.eval().requires_grad_(False)
+        self.model = prepare_frozen(accelerator, model, actor_cfg, cfg.param_offload)
 
     def score(self, trajectories: list[Trajectory]) -> list[torch.Tensor]:
+        """Log-probs [L] of every trajectory. A collective."""
         return score(self.model, trajectories, self.cfg, self.device)
 
 
+@dataclass
+class Update:
+    """One optimizer step of a training step."""
+
+    mini_batch: list[Trajectory]
+    plan: Plan  # how the ranks shared it
+    sums: dict[str, list] = field(default_factory=dict)  # {metric: [sum, count]} of this rank
+    computed: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)  # its log-probs, when they are kept
+    grad_norm: float = math.nan  # over all ranks, before clipping
+
+
 class Actor:
-    """The policy: fp32 master weights and AdamW, sharded over the ranks."""
+    """The policy: float32 master weights and AdamW, sharded over the ranks."""
 
     def __init__(self, cfg: ActorConfig, accelerator, num_tokens: int, temperature: float):
-        self.cfg, self.accelerator, self.device = cfg, accelerator, accelerator.device
-        model = load_model(
-            cfg.path, torch.float32, num_tokens, temperature, cfg.use_torch_compile and self.device.type == "cuda"
-        )
+        self.cfg = cfg
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        model = load_model(cfg.path, torch.float32, num_tokens, temperature)
+        speed_up(model, cfg, self.device)
         optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=cfg.lr,
@@ -266,96 +228,107 @@ class Actor:
         self.model.eval()  # no dropout: vLLM has none, and old and current log-probs must be of one policy
         self.num_shards = next(self.model.parameters()).device_mesh.shape[-1]
         self.num_copies = dist.get_world_size() // self.num_shards
-        self.moments = Moments(self.optimizer, self.device)
         self.version = 0  # training steps done
+        self.moments: Any = None
+        if cfg.optimizer_offload:
+            from fast.offload import Moments
+
+            self.moments = Moments(self.optimizer, self.device)
+        self.recorder: Any = None  # look.replay.Recorder, when log.replay_steps or log.record_skipped ask for it
+        self.start_step()
 
     def score(self, trajectories: list[Trajectory]) -> list[torch.Tensor]:
-        """Log-probs [L] of every trajectory under the current weights."""
+        """Log-probs [L] of every trajectory under the current weights. A collective."""
         return score(self.model, trajectories, self.cfg, self.device)
 
     def update(
-        self, trajectories: list[Trajectory], loss_cfg, step: int, total_steps: int, seed: int
+        self, trajectories: list[Trajectory], loss_cfg: LossConfig, step: int, total_steps: int, seed: int
     ) -> dict[str, float]:
-        """ppo_epochs passes over the step's mini-batches, one optimizer step each; then one learning-rate step. Returns metrics.
+        """ppo_epochs passes over the step's mini-batches, one optimizer step each; then one learning-rate step.
 
-        Trajectories that come without old_logprobs, for a single update, leave with those that it computed.
+        Trajectories that come without old_logprobs, for a single update, leave with those that it computed. An update
+        whose gradient is not finite changes nothing and ends the step. Returns metrics. A collective.
         """
-        self.moments.load()
+        if self.recorder:
+            self.recorder.before_update(self, step)
+        if self.moments:
+            self.moments.load()
         lr = self.cfg.lr * lr_factor(step, total_steps, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.start_step()
-        own: list | None = [] if trajectories[0].old_logprobs is None else None
+        computes_old = trajectories[0].old_logprobs is None
         for mini_batch in self.mini_batches(trajectories, f"{seed}/{step}"):
-            assert own is None or not self.updates, "a second update needs old_logprobs from before the first"
-            self.updates.append((mini_batch, self.backward(mini_batch, loss_cfg, own), self.optimizer_step()))
-            if not math.isfinite(self.updates[-1][2]):
+            assert not (computes_old and self.updates), "a second update needs old_logprobs from before the first"
+            update = self.backward(mini_batch, loss_cfg, keep_logprobs=computes_old)
+            update.grad_norm = self.optimizer_step()
+            self.updates.append(update)
+            if not math.isfinite(update.grad_norm):
                 break  # the rest of the step is left out, so that the weights stay those that this mini-batch met
-        if own is not None:
-            places = {id(t): i for i, t in enumerate(mini_batch)}
-            shared = share_logprobs(own, [len(t.tokens) for t in mini_batch], self.device)
-            for t in trajectories:
-                t.old_logprobs = shared[places[id(t)]]
+        if computes_old:
+            self.fill_old_logprobs()
         self.version = step + 1
-        sums: dict[str, list] = {}
-        for _, more, _ in self.updates:
-            add_sums(sums, more)
-        norms = [norm for _, _, norm in self.updates if math.isfinite(norm)]
-        return reduce_sums(sums) | {
-            "actor/grad_norm": sum(norms) / len(norms) if norms else math.nan,
-            "actor/skipped_steps": len(self.updates) - len(norms),
-            "actor/num_updates": len(self.updates),
-            "actor/lr": lr,
-            "perf/token_imbalance": token_imbalance(self.plans),
-        }
+        if self.recorder:
+            self.recorder.after_update(self, step)
+        return self.metrics() | {"actor/lr": lr}
 
     def start_step(self) -> None:
-        self.updates = []  # (mini-batch, sums of its metrics, gradient norm) of each optimizer step
-        self.plans = []  # (mini-batch, [rank][micro-batch] -> its indices) of each
-        self.entropies: dict[
-            str, torch.Tensor
-        ] = {}  # [L] by the key of a trajectory that this rank computed, of the first update that met it
+        """Forget the last training step's updates."""
+        self.updates: list[Update] = []
+        # [L] by the key of a trajectory that this rank computed, of the first update that met it
+        self.entropies: dict[str, torch.Tensor] = {}
 
-    def backward(self, mini_batch: list[Trajectory], loss_cfg, own: list | None = None) -> dict[str, list]:
-        """The gradient of a mini-batch's loss, into the parameters. Returns its metrics as [sum, count] of this rank; puts its log-probs into `own`."""
-        totals, sums = count_totals(mini_batch), {}
-        for indices, batch in self.micro_batches(mini_batch):
+    def backward(self, mini_batch: list[Trajectory], loss_cfg: LossConfig, keep_logprobs: bool = False) -> Update:
+        """The gradient of a mini-batch's loss, into the parameters. A collective."""
+        plan = plan_micro_batches(mini_batch, self.cfg, self.cfg.ppo_max_token_len_per_gpu)
+        update = Update(mini_batch, plan)
+        totals = count_totals(mini_batch)
+        for indices, batch in self.micro_batches(update):
             logprobs, entropy = forward(self.model, batch)
             loss, metrics = policy_loss(batch, logprobs, entropy, loss_cfg, totals)
             self.accelerator.backward(loss * dist.get_world_size())  # FSDP averages gradients over the ranks
-            add_sums(sums, metrics)
-            if own is not None:
-                own.append((indices, logprobs.detach()))
-            for i, values in zip(indices, entropy.detach().split([len(mini_batch[i].tokens) for i in indices or [0]])):
+            add_sums(update.sums, metrics)
+            if keep_logprobs:
+                update.computed.append((indices, logprobs.detach()))
+            of_rows = entropy.detach().split([len(mini_batch[i].tokens) for i in indices or [0]])
+            for i, values in zip(indices, of_rows):
                 self.entropies.setdefault(mini_batch[i].key, values)
-        return sums
+        return update
 
-    def mini_batches(self, trajectories: list[Trajectory], seed: str):
+    def mini_batches(self, trajectories: list[Trajectory], seed: str) -> Iterator[list[Trajectory]]:
         """Trajectories of ppo_mini_batch_size prompts at a time, ppo_epochs times."""
         groups = group_by_prompt(trajectories)
+        size = self.cfg.ppo_mini_batch_size
         for epoch in range(self.cfg.ppo_epochs):
             if self.cfg.shuffle:
                 groups = random.Random(f"{seed}/{epoch}").sample(groups, len(groups))
-            for i in range(0, len(groups), self.cfg.ppo_mini_batch_size):
-                yield [t for group in groups[i : i + self.cfg.ppo_mini_batch_size] for t in group]
+            for start in range(0, len(groups), size):
+                yield [t for group in groups[start : start + size] for t in group]
 
-    def micro_batches(self, mini_batch: list[Trajectory]):
-        """This rank's part of a mini-batch as (indices, packed batch). A rank with nothing left runs a forward that adds 0, since FSDP needs every rank."""
-        plan = plan_of(mini_batch, self.cfg, self.cfg.ppo_max_token_len_per_gpu)
-        self.plans.append((mini_batch, plan))
-        for left, indices in zip(range(len(plan[0]))[::-1], plan[dist.get_rank()]):
-            if (
-                self.num_shards == 1
-            ):  # nothing to gather or scatter: the weights stay cast, unless that is too much, and gradients add up; the last one ends both
-                self.model.set_reshard_after_backward(left == 0 or reshards(self.cfg, self.num_shards))
-                self.model.set_requires_gradient_sync(left == 0)
-            self.model.set_requires_all_reduce(
-                left == 0
-            )  # copies of the weights (HSDP) add up their gradients once, at the last
-            batch = collate_for([mini_batch[i] for i in indices or [0]], self.cfg, self.device)
+    def micro_batches(self, update: Update) -> Iterator[tuple[list[int], Batch]]:
+        """This rank's part of a mini-batch, as (indices, packed batch).
+
+        A rank with nothing left runs a forward that adds 0, since FSDP needs every rank.
+        """
+        own = update.plan[dist.get_rank()]
+        for number, indices in enumerate(own):
+            self.sync_gradients(is_last=number == len(own) - 1)
+            batch = collate_for([update.mini_batch[i] for i in indices or [0]], self.cfg, self.device)
             if not indices:
                 batch.loss_mask = torch.zeros_like(batch.loss_mask)
             yield indices, batch
+
+    def sync_gradients(self, is_last: bool) -> None:
+        """What FSDP does after the next backward.
+
+        With one shard there is nothing to gather or scatter: the weights stay cast between micro-batches, unless that is
+        too much memory, and gradients add up; the last micro-batch ends both. Copies of the weights (HSDP) add up their
+        gradients once, at the last.
+        """
+        if self.num_shards == 1:
+            self.model.set_reshard_after_backward(is_last or reshards(self.cfg, self.num_shards))
+            self.model.set_requires_gradient_sync(is_last)
+        self.model.set_requires_all_reduce(is_last)
 
     def gradient(self) -> tuple[list[torch.Tensor], float]:
         """This rank's shards of the gradient, and the whole one's norm. A collective."""
@@ -374,27 +347,52 @@ class Actor:
         self.optimizer.zero_grad()
         return norm
 
-    @torch.no_grad()
-    def weights(self, dtype: torch.dtype):
-        """Every parameter as (Hugging Face name, whole tensor in dtype), one at a time: a collective, all ranks in the same order.
+    def fill_old_logprobs(self) -> None:
+        """Give the trajectories of a single update the log-probs that it computed before it stepped. A collective."""
+        [update] = self.updates
+        lengths = [len(t.tokens) for t in update.mini_batch]
+        logprobs = share_logprobs(update.computed, lengths, self.device)
+        for trajectory, own in zip(update.mini_batch, logprobs):
+            trajectory.old_logprobs = own
 
-        Tied weights come once. Never a second copy of the model.
+    def metrics(self) -> dict[str, float]:
+        """Of the step's updates: means over their tokens, and of the gradients' norms. A collective."""
+        sums: dict[str, list] = {}
+        for update in self.updates:
+            add_sums(sums, update.sums)
+        norms = [update.grad_norm for update in self.updates if math.isfinite(update.grad_norm)]
+        return reduce_sums(sums) | {
+            "actor/grad_norm": sum(norms) / len(norms) if norms else math.nan,
+            "actor/skipped_steps": len(self.updates) - len(norms),
+            "actor/num_updates": len(self.updates),
+            "perf/token_imbalance": token_imbalance([(update.mini_batch, update.plan) for update in self.updates]),
+        }
+
+    @torch.no_grad()
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter as (Hugging Face name, whole tensor in dtype), one at a time. Tied weights come once.
+
+        A collective, all ranks in the same order. Never a second copy of the model.
         """
         reshard(self.model)
         for name, parameter in self.model.named_parameters():
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
-            # The shard is cast before it is gathered: half the bytes. With one shard it is the whole.
-            yield name, parameter.to_local().to(dtype) if self.num_shards == 1 else parameter.to(dtype).full_tensor()
+            if self.num_shards == 1:
+                yield name, parameter.to_local().to(dtype)  # the shard is the whole
+            else:
+                yield name, parameter.to(dtype).full_tensor()  # cast before it is gathered: half the bytes
 
 
 def add_sums(sums: dict[str, list], more: dict) -> None:
-    for name, pair in more.items():
-        sums[name] = [old + new for old, new in zip(sums.get(name, (0.0, 0.0)), pair)]
+    """Add {metric: (sum, count)} to sums, in place."""
+    for name, (total, count) in more.items():
+        old_total, old_count = sums.get(name, (0.0, 0.0))
+        sums[name] = [old_total + total, old_count + count]
 
 
 def reduce_sums(sums: dict[str, list]) -> dict[str, float]:
-    """Mean of each metric over all micro-batches of all ranks, from its sums and counts."""
+    """Mean of each metric over all micro-batches of all ranks, from its sums and counts. A collective."""
     if not sums:
         return {}
     table = torch.stack([torch.stack(pair).double() for pair in sums.values()])  # [metrics, 2]

@@ -9,6 +9,7 @@ import gc
 import sys
 
 import torch
+from launch import run
 
 from actor import Actor, Reference
 from advantage import compute_advantages, punish_overlong, set_loss_mask, set_token_level_rewards, update_kl_coef
@@ -18,7 +19,8 @@ from checkpoint import check_changes, export, find, is_due, load, mark_best, rea
 from config import Config, load_config
 from data import TaskStream, filter_overlong, load_tasks
 from engine import Engine
-from launch import make_accelerator, run, told_to_stop
+from fsdp import make_accelerator
+from host.rank import told_to_stop
 from log import Logger, start_log
 from look.memory import preflight
 from look.replay import Recorder

@@ -1,57 +1,73 @@
-"""Attention of packed sequences, each to itself: flash attention on GPUs, padded rows elsewhere; and to prompts that sequences share.
+"""Attention of packed sequences by flash attention (actor.flash_attention), and with prompts that sequences share computed once.
 
-Registered with transformers as "packed" by actor.load_model. `packing` is the batch that the model runs on.
+model.packed_attention is the plain twin. transformers calls the functions that `use_fast_attention` registers; `packing` is the
+batch that the model runs on. The custom operations keep a compiled layer in one graph.
 """
 
 import functools
+import types
 
 import torch
-import torch.nn.functional as F
 
 from batch import Batch
+from model import binding_window, padded_attention
+
+KERNELS: types.ModuleType | None = (
+    None  # fast.kernels, when merging and the backward may use Triton (actor.lean_kernels)
+)
 
 
-def packed_attention(
-    module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs
-):
-    """Causal attention of each packed sequence to itself. query [1, H, T, D] -> [1, T, H, D]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    shared, flash = packing.shared, query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    window = sliding_window if sliding_window is not None and packing.max_seqlen > sliding_window else None
-    if flash and shared is not None and window is None:
-        sizes = shared.num_prompt_tokens, shared.longest_own, shared.longest_responses, shared.longest_prompt
-        return flash_attention(q, k, v, shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, scaling, -1)[0][
-            None
-        ], None
-    if shared is not None:  # every sequence gets a copy of its prompt, for this layer's attention only
-        q, k, v = (x[shared.places] for x in (q, k, v))
-    if flash:
-        cu, longest = packing.cu_seqlens, packing.max_seqlen
-        out = flash_attention(q, k, v, cu, cu, cu, 0, longest, 0, 0, scaling, -1 if window is None else window - 1)[0]
+def use_fast_attention(model, flash: bool, kernels: bool) -> None:
+    """Let a model attend by flash attention in bfloat16, or, without `flash`, by torch's own with shared prompts."""
+    from transformers import AttentionInterface
+
+    global KERNELS
+    if kernels:
+        from fast import kernels as triton_kernels
+
+        KERNELS = triton_kernels
     else:
-        out = padded_attention(q, k, v, scaling, window, packing)
-    return (out if shared is None else out[shared.index])[None], None
+        KERNELS = None
+    AttentionInterface.register("packed_flash", flash_packed_attention)
+    AttentionInterface.register("packed_shared", shared_packed_attention)
+    model.set_attn_implementation("packed_flash" if flash else "packed_shared")
 
 
-def padded_attention(q, k, v, scaling: float, window: int | None, packing: Batch):
-    """For float32 and the CPU, which have no varlen kernel: one padded row a sequence, for this layer's attention only. [T, H, D] -> [T, H, D]."""
-    rows, columns = packing.seq_ids, packing.position_ids  # [T]
+def shared_packed_attention(
+    module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """model.packed_attention where prompts may be in the row once: every sequence gets a copy of its prompt, for this
+    layer's attention only. query [1, H, T', D] -> [1, T', H, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T', H, D]
+    window = binding_window(sliding_window, packing)
+    shared = packing.shared
+    if shared is None:
+        return padded_attention(q, k, v, scaling, window, packing)[None], None
+    q, k, v = (x[shared.places] for x in (q, k, v))  # [T, H, D]
+    return padded_attention(q, k, v, scaling, window, packing)[shared.index][None], None
 
-    def pad(x):
-        padded = x.new_zeros(packing.num_seqs, packing.max_seqlen, *x.shape[1:])  # [S, longest, H, D]
-        return padded.index_put((rows, columns), x).transpose(1, 2)
 
-    mask = None
-    if window is not None:
-        mask = (
-            torch.ones(packing.max_seqlen, packing.max_seqlen, dtype=torch.bool, device=q.device)
-            .tril()
-            .triu(1 - window)
+def flash_packed_attention(
+    module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """The same by flash attention; float32, which has none, goes the other way."""
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return shared_packed_attention(
+            module, query, key, value, attention_mask, scaling, sliding_window, packing, **kwargs
         )
-    out = F.scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2)[rows, columns]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T', H, D]
+    window = binding_window(sliding_window, packing)
+    shared = packing.shared
+    if shared is not None and window is None:
+        starts = shared.cu_own, shared.cu_responses, shared.cu_prompts
+        sizes = shared.num_prompt_tokens, shared.longest_own, shared.longest_responses, shared.longest_prompt
+        return flash_attention(q, k, v, *starts, *sizes, scaling, -1)[0][None], None
+    if shared is not None:
+        q, k, v = (x[shared.places] for x in (q, k, v))  # [T, H, D]
+    starts = packing.cu_seqlens, packing.cu_seqlens, packing.cu_seqlens
+    left = -1 if window is None else window - 1
+    out = flash_attention(q, k, v, *starts, 0, packing.max_seqlen, 0, 0, scaling, left)[0]
+    return (out if shared is None else out[shared.index])[None], None
 
 
 @functools.cache
@@ -105,10 +121,9 @@ def flash_backward(
 
 def merge(out, lse, seen, seen_lse) -> None:
     """Two attentions of the same queries to different keys become one, in place: out [T, H, D], lse [H, T]."""
-    if out.is_cuda:
-        from fast import kernels
-
-        return kernels.merge(out, lse, seen, seen_lse)
+    if KERNELS:
+        KERNELS.merge(out, lse, seen, seen_lse)
+        return
     whole = torch.logaddexp(lse, seen_lse)
     weigh = lambda part, part_lse: part.float() * (part_lse - whole).exp().T[:, :, None]  # noqa: E731
     out.copy_(weigh(out, lse) + weigh(seen, seen_lse))
@@ -161,7 +176,7 @@ def flash_attention_backward(
     scale: float,
     left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if left < 0 and q.is_cuda:
+    if left < 0 and KERNELS:
         from fast import attention_kernels
 
         if attention_kernels.serves(q, k, len(cu_own) - 1):

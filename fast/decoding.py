@@ -1,149 +1,254 @@
-"""What replaces parts of vLLM's decoding on a GPU (rollout.lean_kernels): attention by kernels.py, and sampling from one pass over the logits.
+"""Decoding's attention in Triton (rollout.lean_kernels): prompts that sequences of a batch share are read once for several of them.
 
-vLLM's sampling draws Gumbel noise for every token of the vocabulary, reads the logits again for the log-probs, and again for a rank that nobody asks
-for. Here a block of the vocabulary is chosen by its share of the probability, then a token of the block: exact, by one random number a token.
+Imported where there is a GPU; tests/test_kernels.py compares it with plain attention in Triton's interpreter.
 """
 
 import torch
-
-import head
-from head import BLOCK, kernels_for, total_mass
+import triton
+import triton.language as tl
 
 DECODE_PROGRAMS = 1024  # sequences x key-value heads from which a GPU is busy with a program for each
-GOLDEN, MIX = (
-    -7046029254386353131,
-    (-4658895280553007687, -7723592293110705685),
-)  # of splitmix64 (Steele, Lea and Flood 2014), as signed numbers
+MEMBERS = 8  # sequences that may share a reading of the blocks that they begin with
 
 
-def uniform(seeds, positions):
-    """A number in [0, 1) for each seed and position [S], float64: 48 bits of splitmix64."""
-    shift = lambda x, bits: (x >> bits) & (2 ** (64 - bits) - 1)  # noqa: E731 - the bits that come in are 0, as of an unsigned number
-    x = seeds + (positions + 1) * GOLDEN
-    x = (x ^ shift(x, 30)) * MIX[0]
-    x = (x ^ shift(x, 27)) * MIX[1]
-    return shift(x ^ shift(x, 31), 16).double() / 2**48
+@triton.jit
+def attend(
+    top,
+    total,
+    sums,
+    q,
+    begin,
+    end,
+    cache,
+    block_stride,
+    slot_stride,
+    table,
+    scale,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The softmax so far of queries q [M, D], after tokens begin .. end of a sequence: its largest score, its mass and its sum of values."""
+    d, n = tl.arange(0, D), tl.arange(0, TILE)
+    for start in range(begin, end, TILE):
+        t = start + n
+        block = tl.load(table + t // SLOTS, mask=t < end, other=0).to(tl.int64)
+        at = cache + block * block_stride + (t % SLOTS) * slot_stride  # [TILE], a key of D numbers and its value
+        k = tl.load(at[None, :] + d[:, None], mask=(t < end)[None, :], other=0.0)
+        scores = tl.where((t < end)[None, :], tl.dot(q, k) * scale, -1e30)  # [M, TILE], in powers of 2
+        higher = tl.maximum(top, tl.max(scores, 1))
+        p, keep = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+        v = tl.load(at[:, None] + (D + d)[None, :], mask=(t < end)[:, None], other=0.0)
+        total, sums, top = total * keep + tl.sum(p, 1), sums * keep[:, None] + tl.dot(p.to(v.dtype), v), higher
+    return top, total, sums
 
 
-def sample_tokens(logits, temperature, seeds, positions, rows=None, at=None):
-    """(tokens [S], log-probs [S] float32) of softmax(logits / temperature), logits [S, V]; the likeliest token where the temperature is 0.
+@triton.jit
+def find_kernel(
+    num_shared,
+    led,
+    table,
+    table_stride,
+    lengths,
+    num_seqs,
+    SLOTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    place, i, first = seq % MEMBERS, tl.arange(0, MEMBERS), tl.load(table + seq.to(tl.int64) * table_stride)
+    if place > 0:
+        if (
+            (tl.load(table + (seq - 1).to(tl.int64) * table_stride) == first)
+            & (tl.load(lengths + seq - 1) > 0)
+            & (tl.load(lengths + seq) > 0)
+        ):
+            tl.store(led + seq, 0)  # an earlier sequence leads
+            return
+    near = (i + place < MEMBERS) & (seq + i < num_seqs)
+    rows = table + (seq + i).to(tl.int64) * table_stride  # [MEMBERS]
+    length = tl.load(lengths + seq + i, mask=near, other=0)
+    members = tl.min(tl.where((tl.load(rows, mask=near, other=-1) == first) & (length > 0), MEMBERS, i), 0)
+    most = (
+        (tl.min(tl.where(i < members, length, 2147483647), 0) - 1) // SLOTS * (members > 1)
+    )  # blocks that all of them have filled
+    common, b = 0, tl.arange(0, BLOCKS)
+    for start in range(0, most, BLOCKS):
+        if common == start:
+            inside = start + b < most
+            lead = tl.load(table + seq.to(tl.int64) * table_stride + start + b, mask=inside, other=-1)
+            ids = tl.load(rows[:, None] + (start + b)[None, :], mask=(i < members)[:, None] & inside[None, :], other=-2)
+            same = tl.min(tl.where((ids == lead[None, :]) | (i >= members)[:, None], 1, 0), 0) * inside
+            common += tl.min(tl.where(same > 0, BLOCKS, b), 0)
+    tl.store(num_shared + seq + i, common * SLOTS, mask=i < tl.maximum(members, 1))
+    tl.store(led + seq, tl.where(common > 0, members, 0))
 
-    A row's token follows from its logits, its seed and its position alone. With `rows` [S] temperature and seeds are tables, and they say where in them; so does
-    `at` [S] of positions.
-    """
-    kernels = kernels_for(logits)
-    if kernels is head:
-        temperature, seeds = (temperature, seeds) if rows is None else (temperature[rows], seeds[rows])
-        positions = positions if at is None else positions[at]
-        return choose_token(
-            logits, *head.block_statistics(logits, temperature, logits.size(1))[:2], temperature, seeds, positions
-        )
-    tops, masses, _ = kernels.block_statistics(logits, temperature, logits.size(1), rows)  # [S, B]
-    return kernels.choose_token(logits, tops, masses, temperature, seeds, positions, rows, at)
 
-
-def choose_token(logits, tops, masses, temperature, seeds, positions):
-    """What `sample_tokens` returns, of the statistics of its blocks."""
-    logsumexp, share = total_mass(tops, masses)
-    masses = (masses * share).double()  # [S, B], they add up to 1 but for rounding
-    greedy, wanted, ends = temperature[:, None] == 0, uniform(seeds, positions)[:, None], masses.cumsum(-1)
-    block = torch.where(
-        greedy, tops.argmax(-1, keepdim=True), (ends <= wanted * ends[:, -1:]).sum(-1, keepdim=True)
-    )  # [S, 1]
-    places = block * BLOCK + torch.arange(BLOCK, device=logits.device)  # [S, BLOCK]
-    ids = places.clamp(max=logits.size(1) - 1)
-    scaled = logits.gather(1, ids).float() / torch.where(greedy, 1.0, temperature[:, None])
-    scaled = torch.where(places < logits.size(1), scaled, -torch.inf)
-    mass, inner = masses.gather(1, block), (scaled - logsumexp[:, None]).exp().double().cumsum(-1)
-    before = ((wanted * ends[:, -1:] - ends.gather(1, block) + mass) / mass).clamp(
-        0, 1 - 2**-40
-    )  # share of the block's mass that comes before the token
-    place = torch.where(
-        greedy, scaled.argmax(-1, keepdim=True), (inner <= before * inner[:, -1:]).sum(-1, keepdim=True)
-    ).clamp(max=BLOCK - 1)  # of no numbers too
-    return ids.gather(1, place)[:, 0], scaled.gather(1, place)[:, 0] - logsumexp
-
-
-def lean_sampler(sampler) -> None:
-    """vLLM's sampler with `sample_tokens` for batches that top_k, top_p and min_p leave whole, as a class of its own, in place. Penalties and the like, which
-    engine.sampling_params does not ask for, are not looked at. The older of vLLM's two model runners has another sampler, which stays.
-
-    The host bounds a turn, so what follows from a request alone is found out when it comes, not in every turn."""
-    if not hasattr(sampler, "sampling_states"):
+@triton.jit
+def shared_kernel(
+    num_shared,
+    led,
+    partial,
+    masses,
+    query,
+    query_stride,
+    cache,
+    block_stride,
+    slot_stride,
+    head_stride,
+    table,
+    table_stride,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    M: tl.constexpr,
+):
+    head, seq = tl.program_id(0), tl.program_id(1)
+    members = tl.load(led + seq)
+    if members == 0:
         return
-    from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
-    from vllm.v1.worker.gpu.sample.output import SamplerOutput
-
-    states = sampler.sampling_states
-
-    def is_cut(rows):
-        """Whether requests are not whole, or have more to tell than the log-probs of their tokens."""
-        return (
-            (states.top_k.np[rows] != states.vocab_size)
-            | (states.top_p.np[rows] != 1)
-            | (states.min_p.np[rows] != 0)
-            | (states.num_logprobs[rows] != 0)
-        )
-
-    class LeanSampler(type(sampler)):
-        def add_request(self, row, *args, **kwargs):
-            super().add_request(row, *args, **kwargs)
-            self.cut[row], self.tables = is_cut(row), None
-
-        def apply_staged_writes(self):
-            if self.tables is None:  # vLLM copies all of its tables in every turn
-                super().apply_staged_writes()
-                self.tables = (
-                    states.temperature.gpu.clone(),
-                    states.seeds.gpu.clone(),
-                )  # vLLM's are in the host's memory, and each block of each row reads them
-
-        def __call__(self, logits, input_batch):
-            rows, n = input_batch.idx_mapping_np, input_batch.num_reqs
-            if len(rows) != len(logits) or self.cut[rows].any():
-                return super().__call__(logits, input_batch)
-            tokens, logprobs = sample_tokens(
-                logits,
-                *self.tables,
-                input_batch.positions,
-                input_batch.expanded_idx_mapping,
-                input_batch.logits_indices,
-            )
-            num_sampled, num_rejected, tokens = self.ones[:n], self.zeros[:n], tokens[:, None]
-            if input_batch.is_prefilling_np.any():  # a prompt may not be done yet, and gets no token
-                num_sampled, num_rejected = get_num_sampled_and_rejected(
-                    num_sampled.clone(),
-                    input_batch.seq_lens,
-                    input_batch.cu_num_logits,
-                    input_batch.idx_mapping,
-                    self.req_states.prefill_len.gpu,
-                )
-            return SamplerOutput(
-                sampled_token_ids=tokens,
-                logprobs_tensors=LogprobsTensors(tokens, logprobs[:, None], self.ranks[:n]),
-                num_nans=None,
-                num_sampled=num_sampled,
-                num_rejected=num_rejected,
-            )
-
-    rows, device = states.max_num_reqs, states.seeds.gpu.device
-    sampler.cut, sampler.tables = is_cut(slice(None)), None
-    sampler.ones, sampler.zeros = (
-        torch.ones(rows, dtype=torch.int32, device=device),
-        torch.zeros(rows, dtype=torch.int32, device=device),
+    r, d = tl.arange(0, M), tl.arange(0, D)
+    at, used = (seq + r // G).to(tl.int64), r < members * G
+    q = tl.load(
+        query + (at * query_stride + (head * G + r % G) * D)[:, None] + d[None, :], mask=used[:, None], other=0.0
+    )  # [M, D], G heads of each member
+    top, total, sums = attend(
+        tl.full([M], -1e30, tl.float32),
+        tl.zeros([M], tl.float32),
+        tl.zeros([M, D], tl.float32),
+        q,
+        0,
+        tl.load(num_shared + seq),
+        cache + head * head_stride,
+        block_stride,
+        slot_stride,
+        table + seq.to(tl.int64) * table_stride,
+        scale,
+        D,
+        SLOTS,
+        TILE,
     )
-    sampler.ranks = torch.zeros(
-        rows, dtype=torch.int64
-    )  # nobody asks for them: on the host, where vLLM copies the others to
-    sampler.__class__ = LeanSampler
+    to = (at * tl.num_programs(0) + head) * G + r % G
+    tl.store(partial + to[:, None] * D + d[None, :], sums, mask=used[:, None])
+    tl.store(masses + to * 2, top, mask=used)
+    tl.store(masses + to * 2 + 1, total, mask=used)
+
+
+@triton.jit
+def decode_kernel(
+    out,
+    out_stride,
+    lengths,
+    num_shared,
+    partial,
+    masses,
+    query,
+    query_stride,
+    cache,
+    block_stride,
+    slot_stride,
+    head_stride,
+    table,
+    table_stride,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    M: tl.constexpr,
+):
+    head, seq = tl.program_id(0), tl.program_id(1)
+    m, d, begin = tl.arange(0, M), tl.arange(0, D), tl.load(num_shared + seq)
+    rows, seen = (head * G + m)[:, None] * D + d[None, :], m < tl.where(begin > 0, G, 0)
+    q = tl.load(
+        query + seq.to(tl.int64) * query_stride + rows, mask=(m < G)[:, None], other=0.0
+    )  # [M, D], its G heads first
+    at = (seq.to(tl.int64) * tl.num_programs(0) + head) * G + m
+    top, total = tl.load(masses + at * 2, mask=seen, other=-1e30), tl.load(masses + at * 2 + 1, mask=seen, other=0.0)
+    sums = tl.load(partial + at[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
+    row = table + seq.to(tl.int64) * table_stride
+    top, total, sums = attend(
+        top,
+        total,
+        sums,
+        q,
+        begin,
+        tl.load(lengths + seq),
+        cache + head * head_stride,
+        block_stride,
+        slot_stride,
+        row,
+        scale,
+        D,
+        SLOTS,
+        TILE,
+    )
+    sums = sums / tl.where(total == 0, 1.0, total)[:, None]  # a place without a sequence has length 0
+    tl.store(out + seq.to(tl.int64) * out_stride + rows, sums.to(out.dtype.element_ty), mask=(m < G)[:, None])
+
+
+def find_shared(query, cache, table, lengths):
+    """Blocks that neighbours begin with alike, as sessions of a prompt do, are read once for up to MEMBERS of them. Found once for all layers of a forward pass:
+    of each sequence the number of tokens [N] so read, and how many sequences it leads [N] int32, 0 for those that lead none; with room for what a layer has read of them."""
+    num_seqs, heads, size = query.shape
+    empty = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=query.device)  # noqa: E731
+    num_shared, led = empty(num_seqs, dtype=torch.int32), empty(num_seqs, dtype=torch.int32)
+    find_kernel[(num_seqs,)](
+        num_shared,
+        led,
+        table,
+        table.stride(0),
+        lengths,
+        num_seqs,
+        SLOTS=cache.size(2),
+        MEMBERS=MEMBERS,
+        BLOCKS=32,
+        num_warps=1,
+    )
+    return num_shared, led, empty(num_seqs, heads, size), empty(num_seqs, heads, 2)
+
+
+def decode_attention(out, query, cache, table, lengths, scale: float, shared) -> None:
+    """Attention of one new token of each sequence to its paged cache, into `out`.
+
+    out, query [N, H, D]; cache [blocks, kv heads, slots, 2 D], keys then values, as vLLM's flash attention backend keeps it; table [N, blocks] and lengths [N] int32;
+    shared is find_shared of these.
+    """
+    num_seqs, heads, size = query.shape
+    kv_heads, slots = cache.shape[1:3]
+    group, (num_shared, led, partial, masses) = heads // kv_heads, shared
+    tile, warps, stages = (
+        (32, 1, 4) if size <= 128 and group <= 16 else (64, 2, 3) if size <= 128 else (32, 2, 3)
+    )  # the fastest on an H200
+    given = (
+        partial,
+        masses,
+        query,
+        query.stride(0),
+        cache,
+        cache.stride(0),
+        cache.stride(2),
+        cache.stride(1),
+        table,
+        table.stride(0),
+        scale * 1.4426950408889634,
+    )
+    shapes, grid = {"G": group, "D": size, "SLOTS": slots}, (kv_heads, num_seqs)
+    rows = max(16, triton.next_power_of_2(MEMBERS * group))
+    shared_kernel[grid](
+        num_shared, led, *given, **shapes, TILE=64 if size <= 128 else 32, M=rows, num_warps=4, num_stages=2
+    )
+    rows = max(16, triton.next_power_of_2(group))
+    decode_kernel[grid](
+        out, out.stride(0), lengths, num_shared, *given, **shapes, TILE=tile, M=rows, num_warps=warps, num_stages=stages
+    )
 
 
 def use_decode_kernel() -> None:
     """Large batches in which each sequence decodes a token get kernels.decode_attention, all others vLLM's flash attention. Comes before vLLM captures CUDA graphs."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
-
-    from fast.kernels import decode_attention, find_shared
 
     flash = FlashAttentionImpl.forward
 
@@ -182,11 +287,3 @@ def use_decode_kernel() -> None:
 
     if flash.__module__ != __name__:
         FlashAttentionImpl.forward = forward
-
-
-def capture_sizes(most: int) -> list[int]:
-    """Batch sizes to capture CUDA graphs of, up to `most` sequences, from 64 on an eighth to a quarter apart: vLLM's own 51 take longer to start, and end at 512."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + 2 ** (sizes[-1].bit_length() - 3))
-    return [size for size in sizes if size < most] + [most]

@@ -1,8 +1,10 @@
-"""What users name: the nearest name that is known, and functions in their Python files."""
+"""What users write: names, of which the nearest known one is told; numbers, which have bounds; functions in their files."""
 
 import difflib
 import importlib.util
+import math
 import os
+import re
 import sys
 import types
 import zlib
@@ -18,6 +20,38 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a name that is not among `known`."""
     return ValueError(f"{what}={name!r} is not known{nearest(name, known)}; known: {', '.join(known)}")
+
+
+INTERVAL = re.compile(r"(?:(-?\d+) or )?([\[(])(\S+), (\S+)([\])])")
+
+
+def check_bounds(group: str, cfg: object, **intervals: str) -> None:
+    """ValueError that names the first knob of a group whose number is not in its interval.
+
+    An interval is written as in mathematics, maybe after a value that is allowed besides: `lr="[0, inf)"`,
+    `fsdp_size="-1 or [1, inf)"`. NaN is in none. None, for a knob that was not given, is in all; of a tuple each number counts.
+    """
+    for knob, interval in intervals.items():
+        value = getattr(cfg, knob)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(number is None or in_interval(number, interval) for number in numbers):
+            raise ValueError(f"{group}.{knob}={value} must be {interval_text(interval)}")
+
+
+def in_interval(number: float, interval: str) -> bool:
+    """Whether a number is in an interval as `check_bounds` takes it."""
+    besides, left, low, high, right = INTERVAL.fullmatch(interval).groups()
+    above = number > float(low) or (left == "[" and number == float(low))
+    below = number < float(high) or (right == "]" and number == float(high))
+    return (above and below) or (besides is not None and number == float(besides))
+
+
+def interval_text(interval: str) -> str:
+    """The interval in words: `at least 0`, `-1 or at least 1`, `above 0 and at most 1`."""
+    besides, left, low, high, right = INTERVAL.fullmatch(interval).groups()
+    words = [f"{'at least' if left == '[' else 'above'} {low}"] if math.isfinite(float(low)) else []
+    words += [f"{'at most' if right == ']' else 'below'} {high}"] if math.isfinite(float(high)) else []
+    return (f"{besides} or " if besides else "") + (" and ".join(words) or "a finite number")
 
 
 def load_function(path: str, function: str, blame: str) -> Callable | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
-import launch
+from host import rank
 
 STARTED = psutil.Process().create_time()
 SHAPES = {  # model type, vocabulary, hidden, layers, query heads, key-value heads, their size, MLP, tied head
@@ -323,4 +323,4 @@ def run(args, flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(lambda: run(*parse(sys.argv[1:])))
+    rank.run(lambda: run(*parse(sys.argv[1:])))

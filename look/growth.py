@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import launch
+from host import rank
 from look import bench
 
 POINTS = [
@@ -85,4 +85,4 @@ def run(out: str, flags: list[str], points=POINTS, shape: str = "qwen3-0.6b") ->
 
 
 if __name__ == "__main__":
-    launch.run(lambda: run(sys.argv[1], sys.argv[2:]))
+    rank.run(lambda: run(sys.argv[1], sys.argv[2:]))

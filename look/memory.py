@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import head as lm_head
-from launch import one_group, reshards
+import model as lm_head
+from fsdp import one_group, reshards
 from sync_weights import SUMMED_AT_ONCE
 
 GIB = 2**30

@@ -95,7 +95,7 @@ def replay(folder: Path) -> dict[str, tuple[float, float]]:
     import dataclasses
 
     from config import load_config
-    from launch import make_accelerator
+    from fsdp import make_accelerator
     from policy import load_tokenizer
 
     if not (folder / "found.json").exists():

@@ -95,7 +95,7 @@ def tokenizer(tiny):
 
 @pytest.fixture(scope="session")
 def accelerator(cfg):
-    from launch import make_accelerator
+    from fsdp import make_accelerator
 
     return make_accelerator(cfg.actor)
 

@@ -94,7 +94,7 @@ def worker(args) -> None:
 
     import actor as actor_module
     from actor import Actor, ActorConfig
-    from launch import make_accelerator
+    from fsdp import make_accelerator
     from sync_weights import bit_sum
 
     config = AutoConfig.from_pretrained(args.model)
@@ -241,10 +241,10 @@ def trainer(argv: list[str]) -> None:
     """train.py, each rank writing to PHASES/RANK which phase it enters, for the how-manieth time, and its process id."""
     from collections import Counter
 
-    import launch
     import log
     import train
     from config import load_config
+    from host import rank
 
     timer, times = log.Logger.timer, Counter()
 
@@ -256,7 +256,7 @@ def trainer(argv: list[str]) -> None:
         return timer(self, phase)
 
     log.Logger.timer = noting
-    launch.run(lambda: train.train(load_config(argv[1:])))
+    rank.run(lambda: train.train(load_config(argv[1:])))
 
 
 # The checks. Each returns (name, figures, passed?) one or more times.

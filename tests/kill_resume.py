@@ -70,10 +70,10 @@ SCRIPT = """
 import sys
 sys.path[:0] = [{tests!r}, {root!r}]
 import kill_resume
-import launch
+from host import rank
 import train
 kill_resume.arm()
-launch.run(lambda: train.train(train.load_config(sys.argv[1:])))
+rank.run(lambda: train.train(train.load_config(sys.argv[1:])))
 """
 DIGITS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

@@ -14,12 +14,12 @@ from conftest import ROOT
 from gpu_ranks import gradient_difference, work
 from transformers import AutoModelForCausalLM
 
-import head
-from actor import Actor, ActorConfig, Reference, forward, load_model, score, share_logprobs
+import model as head
+from actor import Actor, ActorConfig, Reference, score, share_logprobs
 from batch import Task, Trajectory, collate
-from fast.attention import packed_attention
-from launch import make_accelerator, make_plugin
+from fsdp import make_accelerator, make_plugin
 from loss import LossConfig
+from model import forward, load_model, packed_attention
 
 LOSS = LossConfig(loss_scale_factor=12.0)
 

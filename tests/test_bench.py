@@ -13,9 +13,9 @@ from fakes import make_trajectory
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from actor import forward, load_model
 from batch import collate
 from look import bench
+from model import forward, load_model
 from policy import load_tokenizer
 
 RATES = Namespace(peak_tflops=989.0, matmul_tflops=790.0, bandwidth_tbs=4.3)
@@ -227,10 +227,10 @@ GROWTH = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/docs"]
 from look import growth
-import launch
+from host import rank
 flags = "--rollout.kv-cache-memory-bytes 33554432 --actor.ppo-max-token-len-per-gpu 4096 --actor.log-prob-max-token-len-per-gpu None --data.max-prompt-length 9".split()
 flags += "--data.train-batch-size 4 --actor.ppo-mini-batch-size 4 --rollout.n 2 --reward.num-workers 1".split()
-launch.run(lambda: growth.run({out!r}, flags, [(4, 8, 2), (2, 16, 1)], "tiny"))
+rank.run(lambda: growth.run({out!r}, flags, [(4, 8, 2), (2, 16, 1)], "tiny"))
 """
 
 

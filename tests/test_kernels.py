@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-import head
+import model as head
 from fast import decoding
-from fast.decoding import sample_tokens, uniform
+from fast.decoding import uniform
+from fast.sampling import sample_tokens
 
 INTERPRETED = """
 import sys
@@ -21,7 +22,7 @@ sys.path[:0] = [{root!r}]
 import torch
 from fast import attention
 from fast import decoding
-import head
+import model as head
 from fast import kernels
 
 torch.manual_seed(0)

@@ -12,7 +12,7 @@ BREAKS = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import actor
-import launch
+from host import rank
 import rollout
 import train
 from config import load_config
@@ -28,7 +28,7 @@ def broken(*args, **kwargs):
     return whole(*args, **kwargs)
 
 setattr(owner, name, broken)
-launch.run(lambda: train.train(load_config(sys.argv[1:])))
+rank.run(lambda: train.train(load_config(sys.argv[1:])))
 """
 
 
@@ -136,13 +136,13 @@ def test_error_that_quotes_what_a_policy_wrote_is_spelt_out(tmp_path, processes)
     script.write_text(rf"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-import launch
+from host import rank
 def main():
     try:
         int("4\x1b[2J")
     except ValueError as error:
         raise RuntimeError("no number: \x1b]0;title\x07") from error
-launch.run(main)
+rank.run(main)
 """)
     result = launch([], processes, script=script, accelerate=True)
     assert (

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from config import load_config
-from head import head_forward, replace_head
 from look import bench, memory
 from look.memory import GIB, Estimate, Shape, change, check_memory, estimate, peak, report
+from model import head_forward, replace_head
 
 H200 = int(139.8 * GIB)
 FAMILIES = {  # beside bench's: Qwen2.5-0.5B, Llama-3.2-1B, Llama-3-8B

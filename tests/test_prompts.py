@@ -7,11 +7,12 @@ import pytest
 import torch
 from test_actor import LOSS
 
-from actor import collate_for, forward, load_model, plan_of, share_logprobs
+from actor import collate_for, plan_of, share_logprobs
 from batch import Task, Trajectory, collate
 from fast import attention
-from fast.attention import flash_attention, padded_attention
+from fast.attention import flash_attention
 from fast.prompts import pack_shared, prompt_groups, share
+from model import forward, load_model, padded_attention
 
 GROUPS = [
     (5, [3, 1, 4]),

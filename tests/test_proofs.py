@@ -22,10 +22,9 @@ from test_loss import (
     random_mini_batch,
 )
 
-from actor import Actor, ActorConfig, forward
+from actor import Actor, ActorConfig
 from advantage import ESTIMATORS, AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards
 from batch import collate, pack
-from head import replace_head
 from loss import (
     AGGREGATIONS,
     LOSSES,
@@ -36,6 +35,7 @@ from loss import (
     policy_loss,
     reject_mismatched,
 )
+from model import forward, replace_head
 
 NAN, INF = math.nan, math.inf
 CORRECTIONS = [

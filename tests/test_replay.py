@@ -11,7 +11,7 @@ from conftest import ROOT, flags, launch, read_metrics
 BREAKS = """
 import sys
 sys.path.insert(0, {root!r})
-import launch
+from host import rank
 import train
 
 whole = train.compute_advantages
@@ -23,7 +23,7 @@ def broken(trajectories, cfg):
     return metrics
 
 train.compute_advantages = broken
-launch.run(lambda: train.train(train.load_config(sys.argv[1:])))
+rank.run(lambda: train.train(train.load_config(sys.argv[1:])))
 """
 
 

@@ -97,7 +97,7 @@ def test_last_lines_of_a_resumed_run_are_about_the_whole(tmp_path, capsys):
 BREAKS = """
 import sys
 sys.path.insert(0, {root!r})
-import launch
+from host import rank
 import train
 
 whole = train.compute_advantages
@@ -108,7 +108,7 @@ def broken(trajectories, cfg):
     return metrics
 
 train.compute_advantages = broken
-launch.run(lambda: train.train(train.load_config(sys.argv[1:])))
+rank.run(lambda: train.train(train.load_config(sys.argv[1:])))
 """
 
 

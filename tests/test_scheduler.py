@@ -266,7 +266,7 @@ def main(tiny: str, out: str) -> None:
     from actor import Actor
     from config import load_config
     from engine import Engine
-    from launch import make_accelerator
+    from fsdp import make_accelerator
     from policy import load_tokenizer
     from sync_weights import sync_weights
 
