@@ -1,5 +1,6 @@
 """What users write: names, of which the nearest known one is told; numbers, which have bounds; functions in their files."""
 
+import dataclasses
 import difflib
 import importlib.util
 import math
@@ -9,6 +10,7 @@ import sys
 import types
 import zlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -20,6 +22,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a name that is not among `known`."""
     return ValueError(f"{what}={name!r} is not known{nearest(name, known)}; known: {', '.join(known)}")
+
+
+def may_change(default: Any) -> Any:
+    """The default of a knob that a resumed run may change.
+
+    For those that say what is watched and how something is computed, not what is learnt: checkpoint.check_changes asks.
+    """
+    return dataclasses.field(default=default, metadata={"may_change": True})
 
 
 INTERVAL = re.compile(r"(?:(-?\d+) or )?([\[(])(\S+), (\S+)([\])])")
