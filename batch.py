@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# The per-token float tensors of a trajectory, each [L]. A fork that adds one adds a field to Trajectory and its name here:
-# look/ then traces, shows and replays it. If a loss reads it, it adds a field of the same name to Batch besides, which
-# collate then fills.
+# The per-token float tensors of a trajectory, each [L]. A fork that adds one adds a field to Trajectory and its name
+# here: look/ then traces, shows and replays it. If a loss reads it, a field of the same name in Batch as well: collate
+# fills it.
 PER_TOKEN = ("token_level_rewards", "old_logprobs", "ref_logprobs", "advantages")
 
 
@@ -168,7 +168,7 @@ def gather(items: list) -> list:
     """Every rank's list, end to end in rank order, on every rank. With `rank_share` this is submission order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return items
-    shares = [None] * dist.get_world_size()
+    shares: list = [None] * dist.get_world_size()
     dist.all_gather_object(shares, items)
     return [item for share in shares for item in share]
 
@@ -216,6 +216,7 @@ def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: i
     Some may be empty. ValueError when one sequence is longer than max_tokens.
     """
     if max_tokens is None:
+        assert max_rows is not None
         return _pack_rows(lengths, num_ranks, max_rows)
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -232,7 +233,7 @@ def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: i
 
 
 def _pack_rows(lengths: list[int], num_ranks: int, max_rows: int) -> Plan:
-    """Micro-batches of at most max_rows sequences, dealt largest first, back and forth: to ranks 0 1 2 2 1 0 0 1 2 ..."""
+    """Micro-batches of at most max_rows sequences, dealt largest first, back and forth: ranks 0 1 2 2 1 0 0 1 ..."""
     num_bins = num_ranks * max(1, ceil_div(len(lengths), max_rows * num_ranks))
     bins = [list(range(i, len(lengths), num_bins)) for i in range(num_bins)]
     bins.sort(key=lambda indices: sum(lengths[i] for i in indices), reverse=True)
@@ -298,7 +299,10 @@ def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def collate(trajectories: list[Trajectory], device: torch.device | str = "cpu") -> Batch:
-    """Pack trajectories end to end. What any of them lacks is None in the batch; a loss_mask, the response_mask."""
+    """Pack trajectories end to end. A tensor that any of them lacks is None in the batch.
+
+    loss_mask alone is never None: without one it is the response_mask.
+    """
     lengths = torch.tensor([len(t.tokens) for t in trajectories])  # [S]
     seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [T]
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])  # [S+1]
@@ -314,7 +318,8 @@ def collate(trajectories: list[Trajectory], device: torch.device | str = "cpu") 
         "loss_mask": response_mask if loss_mask is None else loss_mask,
         "rollout_logprobs": flat([t.rollout_logprobs for t in trajectories], np.float32),
     }
-    for name in {field.name for field in fields(Batch)}.intersection(PER_TOKEN):
+    names = {of_batch.name for of_batch in fields(Batch)}
+    for name in [name for name in PER_TOKEN if name in names]:
         values = _end_to_end([getattr(t, name) for t in trajectories])
         if values is not None:
             tensors[name] = values.float()
