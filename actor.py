@@ -1,7 +1,7 @@
 """The policy and the reference: models under FSDP2 that score trajectories, and the policy's optimizer steps.
 
-`Actor.score` gives log-probs without gradient, `Actor.update` takes a step's optimizer steps, `Actor.weights` streams the
-weights for vLLM. How one log-prob is computed stands in model.py, how the ranks share a model in fsdp.py.
+`Actor.score` gives log-probs without gradient, `Actor.update` takes a step's optimizer steps, `Actor.weights` streams
+the weights for vLLM. How one log-prob is computed stands in model.py, how the ranks share a model in fsdp.py.
 """
 
 import math
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from batch import Batch, Trajectory, collate, group_by_prompt, pack, send, token_imbalance
 from fsdp import prepare_frozen, reshard, reshards
+from host.lookup import check_bounds, may_change
 from loss import LossConfig, count_totals, policy_loss
 from model import forward, load_model
 
@@ -49,55 +50,52 @@ class ActorConfig:
     """Passes over a step's batch."""
     shuffle: bool = False
     """Shuffle the prompts among the mini-batches of an epoch."""
-    use_dynamic_bsz: bool = True
+    use_dynamic_bsz: bool = may_change(True)
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by trajectories (ppo_micro_batch_size_per_gpu)."""
-    ppo_max_token_len_per_gpu: int = 16384
+    ppo_max_token_len_per_gpu: int = may_change(16384)
     """Most tokens of a micro-batch with gradient."""
-    log_prob_max_token_len_per_gpu: int | None = None
+    log_prob_max_token_len_per_gpu: int | None = may_change(None)
     """Most tokens of a micro-batch without gradient; ppo_max_token_len_per_gpu when not given."""
-    ppo_micro_batch_size_per_gpu: int = 8
+    ppo_micro_batch_size_per_gpu: int = may_change(8)
     """Trajectories of a micro-batch when use_dynamic_bsz is off."""
-    enable_gradient_checkpointing: bool = True
+    enable_gradient_checkpointing: bool = may_change(True)
     """Recompute each layer's activations in the backward pass."""
-    use_torch_compile: bool = True
-    """Compile the layers, once for all shapes: half a minute more at a first step, half the time of each. (Not on the CPU.)"""
-    flash_attention: bool = True
+    use_torch_compile: bool = may_change(True)
+    """Compile the layers, once for all shapes: half a minute more at a first step, half the time of each. (On a GPU.)
+    """
+    flash_attention: bool = may_change(True)
     """Attend by FlashAttention in bfloat16 on a GPU, not by torch's own attention on padded rows."""
-    lean_kernels: bool = True
+    lean_kernels: bool = may_change(True)
     """On a GPU, the head's softmax and attention's backward by kernels in Triton, not by torch."""
-    share_prompts: bool = False
-    """Compute a prompt once for all of its sessions in a micro-batch: exact, and less work, the more the longer prompts are. Needs use_dynamic_bsz."""
-    reshard_after_forward: bool | None = None
-    """Free each layer's gathered weights after its forward (ZeRO-3), or keep them until the backward (ZeRO-2), on one GPU for all micro-batches. When not given: free, but on one GPU."""
-    optimizer_offload: bool = False
-    """Keep AdamW's moments on the CPU from the sync of a step to its update, so that vLLM and the log-probs have their memory."""
-    fsdp_size: int = -1
-    """GPUs that share one copy of weights and optimizer (HSDP); a divisor of all, say those of one host. -1: all; 1: each has a whole copy."""
+    share_prompts: bool = may_change(False)
+    """Compute a prompt once for all of its sessions in a micro-batch: exact, and less work, the more the longer prompts
+    are. Needs use_dynamic_bsz."""
+    reshard_after_forward: bool | None = may_change(None)
+    """Free each layer's gathered weights after its forward (ZeRO-3), or keep them until the backward (ZeRO-2), on one
+    GPU for all micro-batches. When not given: free them where there are several GPUs."""
+    optimizer_offload: bool = may_change(False)
+    """Keep AdamW's moments on the CPU from a step's sync to its update: vLLM and the log-probs have their memory."""
+    fsdp_size: int = may_change(-1)
+    """GPUs that share one copy of weights and optimizer (HSDP); a divisor of all, say those of one host. -1: all; 1:
+    each has a whole copy."""
 
     def __post_init__(self):
-        for knob in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"):
-            if getattr(self, knob) < 1:
-                raise ValueError(f"actor.{knob}={getattr(self, knob)} must be at least 1")
-        for knob in ("lr", "grad_clip", "weight_decay", "lr_warmup_steps"):
-            if not 0 <= getattr(self, knob) < math.inf:
-                raise ValueError(f"actor.{knob}={getattr(self, knob)} must be a number that is not negative")
-        if not 0 <= self.min_lr_ratio <= 1 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"actor.min_lr_ratio={self.min_lr_ratio} must be in 0..1, actor.betas={self.betas} at least 0 and below 1"
-            )
+        counts = "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"
+        not_negative = "lr", "grad_clip", "weight_decay", "lr_warmup_steps"
+        check_bounds("actor", self, **dict.fromkeys(counts, "[1, inf)"), **dict.fromkeys(not_negative, "[0, inf)"))
+        check_bounds("actor", self, min_lr_ratio="[0, 1]", betas="[0, 1)", fsdp_size="-1 or [1, inf)")
         if self.share_prompts and not self.use_dynamic_bsz:
             raise ValueError(
-                "actor.share_prompts needs actor.use_dynamic_bsz: micro-batches cut by trajectories take those of a prompt apart"
+                "actor.share_prompts needs actor.use_dynamic_bsz: "
+                "micro-batches cut by trajectories take those of a prompt apart"
             )
-        if self.fsdp_size < 1 and self.fsdp_size != -1:
-            raise ValueError(f"actor.fsdp_size={self.fsdp_size} must be at least 1, or -1 for all processes")
 
 
 @dataclass(frozen=True)
 class RefConfig:
     path: str | None = None
     """Reference model; the actor's initial weights when not given."""
-    param_offload: bool = False
+    param_offload: bool = may_change(False)
     """Keep the reference's weights on the CPU between uses."""
 
 
@@ -168,7 +166,7 @@ def score(model, trajectories: list[Trajectory], cfg: ActorConfig, device: torch
 def share_logprobs(
     computed: list[tuple[list[int], torch.Tensor]], lengths: list[int], device: torch.device
 ) -> list[torch.Tensor]:
-    """Every trajectory's log-probs [L] on every rank, from (indices, log-probs [T]) of this rank's micro-batches. A collective."""
+    """Every trajectory's log-probs [L] on every rank, from (indices, log-probs [T]) of each one's micro-batches."""
     whole = torch.zeros(sum(lengths), device=device)  # all trajectories end to end
     starts = [0, *accumulate(lengths)]
     for indices, logprobs in computed:
@@ -321,9 +319,9 @@ class Actor:
     def sync_gradients(self, is_last: bool) -> None:
         """What FSDP does after the next backward.
 
-        With one shard there is nothing to gather or scatter: the weights stay cast between micro-batches, unless that is
-        too much memory, and gradients add up; the last micro-batch ends both. Copies of the weights (HSDP) add up their
-        gradients once, at the last.
+        With one shard there is nothing to gather or scatter: the weights stay cast between micro-batches, unless that
+        is too much memory, and gradients add up; the last micro-batch ends both. Copies of the weights (HSDP) add up
+        their gradients once, at the last.
         """
         if self.num_shards == 1:
             self.model.set_reshard_after_backward(is_last or reshards(self.cfg, self.num_shards))
@@ -339,7 +337,7 @@ class Actor:
         return grads, float((square / self.num_copies).sqrt())  # every copy has added its own
 
     def optimizer_step(self) -> float:
-        """Clip, step, and clear the gradients; a gradient that is not finite changes nothing. Returns its norm over all ranks."""
+        """Clip, step, and clear the gradients; one that is not finite changes nothing. Its norm over all ranks."""
         grads, norm = self.gradient()
         if math.isfinite(norm):
             torch._foreach_mul_(grads, min(1.0, self.cfg.grad_clip / (norm + 1e-6)))

@@ -1,7 +1,8 @@
-"""The in-process vLLM engine: it drives coroutines that generate, sleeps while the actor trains, and wakes to new weights.
+"""The in-process vLLM engine: it drives coroutines that generate, sleeps while the actor trains, and wakes to new
+weights.
 
-One plain way through vLLM, whose private names that it needs are in the shim below. fast/engine.py has a subclass that overrides
-how requests enter, steps are taken, weights are loaded and sleep is done.
+One plain way through vLLM, whose private names that it needs are in the shim below. fast/engine.py has a subclass
+that overrides how requests enter, steps are taken, weights are loaded and sleep is done.
 """
 
 import asyncio
@@ -21,9 +22,6 @@ from model import check_heads
 from policy import Reply, stop_token_ids
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
-NEWS_S = 1.0  # seconds that an engine without work waits at most, before it looks whether the run is told to stop
-
-# The shim: vLLM's private names, and what its CPU build needs.
 
 
 def import_vllm() -> Any:
@@ -93,11 +91,12 @@ def finish_loading(llm) -> None:
 
 
 class Engine:
-    """vLLM in this process: awake -> sleep() -> asleep -> wake_weights() -> loading -> wake_cache() -> awake, or it raises.
+    """vLLM in this process: awake -> sleep() -> asleep -> wake_weights() -> loading -> wake_cache() -> awake, or it
+    raises.
 
-    `sync_weights` does the waking. Starts asleep and without weights. With tensor parallelism the first rank of an engine
-    leads: it runs the sessions, and before every turn tells the others which requests to add and to abort, so that all turn
-    alike.
+    `sync_weights` does the waking. Starts asleep and without weights. With tensor parallelism the first rank of an
+    engine leads: it runs the sessions, and before every turn tells the others which requests to add and to abort, so
+    that all turn alike.
     """
 
     def __init__(self, cfg, tokenizer, tools=None):
@@ -164,7 +163,7 @@ class Engine:
         self.state = new
 
     def sleep(self) -> None:
-        """Free weights and KV cache on the GPU. Nothing of a step outlives it: the next one can't generate before a sync."""
+        """Free weights and KV cache on the GPU. Nothing outlives it: no generating before the next sync."""
         self._move("awake", "asleep")
         if self.sleeps:
             self.llm.sleep(level=2)
@@ -201,7 +200,7 @@ class Engine:
         return loaded
 
     def wake_cache(self, weight_version: int) -> None:
-        """Memory for the KV cache, and leave to generate. Nothing of older weights is in it: sleep cleared the prefix cache."""
+        """Memory for the KV cache, and leave to generate: sleep cleared the prefix cache of older weights."""
         self._move("loading", "awake")
         if self.sleeps:
             self._make_room()
@@ -230,8 +229,7 @@ class Engine:
     def check_request(self, tokens: list[int], max_tokens: int) -> None:
         """ValueError when vLLM can't continue these tokens."""
         longest = self.llm.llm_engine.model_config.max_model_len - 1
-        fits = 0 < len(tokens) <= longest and max_tokens >= 1
-        if not fits or not 0 <= min(tokens) <= max(tokens) < self.num_tokens:
+        if not 0 < len(tokens) <= longest or max_tokens < 1 or not 0 <= min(tokens) <= max(tokens) < self.num_tokens:
             ids = f"ids {min(tokens)} to {max(tokens)}" if tokens else "none"
             raise ValueError(
                 f"can't continue {len(tokens)} tokens, {ids}, by {max_tokens}: vLLM takes 1 to {longest} tokens of "
@@ -259,8 +257,8 @@ class Engine:
     def drive(self, sessions: list[Coroutine], stop: Callable[[], bool] = lambda: False) -> list:
         """Run coroutines that generate, together, until all have ended; their results in order.
 
-        The first that raises ends the others. Once stop() is true all are given up, and ToldToStop is raised. The ranks that
-        follow run none: they turn the engine with their leader, and get nothing.
+        The first that raises ends the others. Once stop() is true all are given up, and ToldToStop is raised. The
+        ranks that follow run none: they turn the engine with their leader, and get nothing.
         """
         if self.follows or self.state != "awake":
             for session in sessions:
@@ -315,9 +313,8 @@ class Engine:
                 self.ranks.broadcast_object(None)
 
     async def _has_work(self) -> bool:
-        """Whether vLLM has something to do, after four passes of the event loop at most: in those, sessions start, and queue
-        their first turn or the next one."""
-        for _ in range(4):
+        """Whether vLLM has something to do once sessions that can go on have started, or queued their next turn."""
+        for _ in range(4):  # passes of the event loop
             await asyncio.sleep(0)
             if self.to_add or self.to_abort or self.unfinished:
                 return True
@@ -327,7 +324,7 @@ class Engine:
         start = time.perf_counter()
         self.news.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.news.wait(), NEWS_S)
+            await asyncio.wait_for(self.news.wait(), 1.0)  # then stop() is asked again
         self.idle_s += time.perf_counter() - start
         self._lead()  # so that a follower's wait never reaches its group's time-out
 
@@ -345,7 +342,7 @@ class Engine:
                 future.set_result(outcome)
 
     def _turn(self, requests: list[tuple], aborted: list[str]) -> list[tuple]:
-        """One step of vLLM, after adding and aborting what the leader says; what `take_step` says of finished requests."""
+        """One step of vLLM, after adding and aborting what the leader says; what `take_step` says of its end."""
         self.give_orders(requests, aborted)
         self.unfinished.update(name for name, *_ in requests)
         self.unfinished.difference_update(aborted)
@@ -372,7 +369,7 @@ class Engine:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """vLLM makes objects for every token and request; to look for cycles among them meanwhile costs more than it frees."""
+    """vLLM makes objects for every token and request; looking for cycles among them costs more than it frees."""
     gc.disable()
     try:
         yield

@@ -1,12 +1,13 @@
 """One model over the ranks: accelerate's FSDP2, on GPUs (NCCL) and on the CPU (gloo), at any number of processes.
 
-accelerate ignores its FSDP plugin where no launcher has set a rank, and on the CPU; here neither passes silently. No other file imports
-accelerate. `cfg` is actor.ActorConfig everywhere.
+accelerate ignores its FSDP plugin where no launcher has set a rank, and on the CPU; here neither passes silently. No
+other file imports accelerate. `cfg` is actor.ActorConfig everywhere.
 """
 
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)  # a rank that has sampled waits for the
 SMALL_MODEL = 10**9  # parameters
 
 
-def make_accelerator(cfg):
+def make_accelerator(cfg) -> Any:
     """An Accelerator with FSDP2 active. ValueError when actor.fsdp_size does not divide the processes."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
@@ -65,7 +66,7 @@ def set_single_rank() -> None:
 def set_mesh(accelerator, copies: int, shards: int) -> None:
     """HSDP: `copies` of the weights, each cut over `shards` ranks.
 
-    accelerate's own way to a 2-D mesh refuses the CPU and copies of one shard. It reads these two when it prepares a model.
+    accelerate's own way to a 2-D mesh refuses the CPU and copies of one shard. When it prepares a model it reads these.
     """
     from accelerate.parallelism_config import ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
@@ -76,8 +77,8 @@ def set_mesh(accelerator, copies: int, shards: int) -> None:
     state.device_mesh = init_device_mesh(accelerator.device.type, (copies, shards), mesh_dim_names=names)
 
 
-def make_plugin(cfg, **kwargs):
-    """accelerate's FSDP2 plugin: a group a layer, or one for the whole model; compute in cfg.dtype, reduce in float32."""
+def make_plugin(cfg, **kwargs) -> Any:
+    """accelerate's FSDP2 plugin: a group a layer, or one for the whole model; computes in cfg.dtype, adds float32."""
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -92,13 +93,13 @@ def make_plugin(cfg, **kwargs):
     )
 
 
-def prepare_frozen(accelerator, model, cfg, param_offload: bool):
+def prepare_frozen(accelerator, model, cfg, param_offload: bool) -> torch.nn.Module:
     """Shard a model that is never trained, like the actor, its weights on the CPU between uses when asked for."""
     from accelerate.utils import fsdp2_prepare_model
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if param_offload else None
-    # The accelerator's state holds one plugin, and preparing a model changes it: lend the state one of this model's own.
+    # The accelerator's state holds one plugin, and preparing a model changes it: lend it one of this model's own.
     state = accelerator.state
     actors = state.fsdp_plugin
     state.fsdp_plugin = make_plugin(cfg, cpu_offload=offload)
@@ -114,7 +115,7 @@ def num_shards(cfg) -> int:
 
 
 def reshards(cfg, shards: int) -> bool:
-    """Whether a layer's gathered weights are freed after its forward. With one shard that would only cast them again."""
+    """Whether a layer's gathered weights are freed after its forward. With one shard it would only cast them again."""
     return shards > 1 if cfg.reshard_after_forward is None else cfg.reshard_after_forward
 
 
@@ -138,8 +139,8 @@ def count_parameters(path: str) -> int:
 def reshard(model) -> None:
     """Free gathered weights.
 
-    A no-grad forward leaves the last FSDP group gathered, and an optimizer step after it would not reach the next forward
-    or sync.
+    A no-grad forward leaves the last FSDP group gathered, and an optimizer step after it would not reach the next
+    forward or sync.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,8 +1,8 @@
 """How a log-prob comes about: a causal LM on packed sequences, with a head that never holds all logits.
 
-Three parts, from the outside in: `forward` runs the model on a `Batch`; `packed_attention` lets each packed sequence attend
-to itself alone; the head gives the log-probs and entropies of sampled tokens a chunk of rows at a time, and computes the
-chunk's logits again for the backward. `fast/` has quicker twins of the last two, which actor.speed_up puts in.
+Three parts, from the outside in: `forward` runs the model on a `Batch`; `packed_attention` lets each packed sequence
+attend to itself alone; the head gives the log-probs and entropies of sampled tokens a chunk of rows at a time, and
+computes the chunk's logits again for the backward. fast/ has quicker twins of the last two: actor.speed_up.
 """
 
 import sys
@@ -27,7 +27,7 @@ UNSUPPORTED = (
 )
 
 
-def meta_model(config):
+def meta_model(config) -> torch.nn.Module:
     """The model of a Hugging Face config without its weights: to count parameters, or to learn names and shapes."""
     from transformers import AutoModelForCausalLM
 
@@ -35,7 +35,7 @@ def meta_model(config):
         return AutoModelForCausalLM.from_config(config)
 
 
-def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float):
+def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float) -> torch.nn.Module:
     """A causal LM with packed attention and the chunked head, in plain torch.
 
     num_tokens are the tokenizer's: ids from there on are padding of the vocabulary, with no share in the softmax.
@@ -64,8 +64,8 @@ def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: floa
 def forward(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """`(logprobs [T], entropy [T])` of a packed batch, 0 at tokens that the policy did not sample.
 
-    The one place that shifts: position t - 1 of the model predicts token t. The head sees only positions whose next token
-    was sampled.
+    The one place that shifts: position t - 1 of the model predicts token t. The head sees only positions whose next
+    token was sampled.
     """
     sampled = batch.sampled  # [K]
     assert len(sampled), "a micro-batch without a sampled token has nothing to compute"
@@ -90,9 +90,9 @@ def forward(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 # Attention
 
 
-def packed_attention(
+def packed_attention(  # noqa: PLR0913 - as transformers calls it
     module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs
-) -> tuple[torch.Tensor, None]:  # noqa: PLR0913 - as transformers calls it
+) -> tuple[torch.Tensor, None]:
     """Causal attention of each packed sequence to itself. query [1, H, T, D] -> [1, T, H, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     return padded_attention(q, k, v, scaling, binding_window(sliding_window, packing), packing)[None], None
@@ -108,7 +108,7 @@ def padded_attention(q, k, v, scaling: float, window: int | None, packing: Batch
     rows, columns = packing.seq_ids, packing.position_ids  # [T]
     longest = packing.max_seqlen
 
-    def pad(x):
+    def pad(x: torch.Tensor) -> torch.Tensor:
         padded = x.new_zeros(packing.num_seqs, longest, *x.shape[1:])  # [S, longest, H, D]
         return padded.index_put((rows, columns), x).transpose(1, 2)
 
@@ -164,7 +164,7 @@ class LogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, head):
         temperature = torch.full((), head.temperature, dtype=torch.float32, device=hidden.device)
 
-        def of_chunk(h, targets):
+        def of_chunk(h: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
             logits = F.linear(h, weight, bias)
             chosen = logits.gather(-1, targets[:, None])[:, 0].float() / temperature
             return *head.ops.block_statistics(logits, temperature, head.num_tokens), chosen
@@ -197,7 +197,7 @@ class LogProbs(torch.autograd.Function):
 
 
 def total_mass(tops, masses) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-sum-exp [K] of rows whose blocks have these statistics, and each block's exp(largest) / sum of all [K, B]."""
+    """The log-sum-exp [K] of rows whose blocks have these statistics, and each block's exp(largest) / sum of all."""
     top = tops.amax(-1, keepdim=True)
     share = (tops - top).exp()
     total = (masses * share).sum(-1, keepdim=True)
@@ -205,8 +205,11 @@ def total_mass(tops, masses) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def block_statistics(logits, temperature, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each BLOCK tokens of the vocabulary, with x = logit / temperature: the largest x, the sum of exp(x - largest), and
-    that of x exp(x - largest). logits [K, V] -> three [K, B] float32. temperature is one number or [K]; 0 counts as 1."""
+    """Of each BLOCK tokens of the vocabulary, with x = logit / temperature: the largest x, the sum of exp(x - largest),
+    and that of x exp(x - largest).
+
+    logits [K, V] -> three [K, B] float32. temperature is one number or [K]; 0 counts as 1.
+    """
     scale = torch.where(temperature == 0, 1.0, temperature).view(-1, 1)
     scaled = (logits[:, :num_tokens].float() / scale).clamp(min=LOW)
     block = min(BLOCK, num_tokens)

@@ -1,25 +1,25 @@
 """The engine with less Python a request, a token and a sync, and a shorter start. What is sampled stays the same.
 
-Everything here that replaces something of vLLM, with its knob. Run with vLLM 0.26 (CUDA) and 0.32 (CPU); engine.VLLM_VERSIONS is
-checked at the start, KERNEL_VERSIONS for what replaces kernels.
+Everything here that replaces something of vLLM, with its knob. Run with vLLM 0.26 (CUDA) and 0.32 (CPU);
+engine.VLLM_VERSIONS is checked at the start, KERNEL_VERSIONS for what replaces kernels.
 
-    what is replaced                                   why                                                        knob
-    Scheduler (scheduler_cls)                          Python for every token of every request: scheduler.py      rollout.lean_scheduler
-    LLMEngine.add_request, .abort_request, .step       70 us of Python a request in vLLM's front end              rollout.lean_scheduler
-    FlashAttentionImpl.forward                         decoding's attention, shared prompts: decoding.py          rollout.lean_kernels
-    the sampler's class                                reads the logits three times: sampling.py                  rollout.lean_kernels
-    the model's load_weights, after the first stream   0.1 ms of Python a tensor: copies.py                       sync.replay_copies
-    registry._run_in_subprocess                        imports vLLM once more to look at a model (15 s)           rollout.lean_engine
-    SamplingParams.for_sampler_warmup                  compiles kernels of penalties and the like                 rollout.lean_engine
-    cudagraph_capture_sizes                            51 captures that end at 512 sequences                      rollout.lean_engine
-    the order of imports (inductor before vLLM)        vLLM has it compile kernels one at a time                  rollout.lean_engine
-    gc.collect in sleep                                0.1 s with a step's objects about                          rollout.lean_engine
-    torch.cuda.empty_cache in sleep                    the actor is about to need what torch keeps                rollout.lean_engine
-    torch.accelerator.get_memory_info in sleep         stops a run when another process takes memory meanwhile    rollout.lean_engine
-    torch.cuda.empty_cache before a wake               not where the GPU has room for both                        rollout.lean_engine
+    what                                       why                                                knob
+    Scheduler (scheduler_cls)                  Python for every token of a request: scheduler.py  rollout.lean_scheduler
+    LLMEngine: add_request, abort, step        70 us of Python a request in the front end         rollout.lean_scheduler
+    FlashAttentionImpl.forward                 decoding, with shared prompts: decoding.py         rollout.lean_kernels
+    the sampler's class                        reads the logits three times: sampling.py          rollout.lean_kernels
+    the model's load_weights, from 2nd sync    0.1 ms of Python a tensor: copies.py               sync.replay_copies
+    registry._run_in_subprocess                imports vLLM again to look at a model, 15 s        rollout.lean_engine
+    SamplingParams.for_sampler_warmup          compiles kernels of penalties and the like         rollout.lean_engine
+    cudagraph_capture_sizes                    51 captures, which end at 512 sequences            rollout.lean_engine
+    inductor imported after vLLM               vLLM has it compile kernels one at a time          rollout.lean_engine
+    gc.collect in sleep                        0.1 s with a step's objects about                  rollout.lean_engine
+    torch.cuda.empty_cache in sleep            the actor soon needs what torch keeps              rollout.lean_engine
+    torch.accelerator.get_memory_info in sleep ends a run when others take memory meanwhile       rollout.lean_engine
+    torch.cuda.empty_cache before a wake       not needed where the GPU has room for both         rollout.lean_engine
 
-What the plain way needs of vLLM (weights that stay unpacked on the CPU, names of shared memory, ids that can't be sampled) is in
-engine.py.
+What the plain way needs of vLLM (weights that stay unpacked on the CPU, names of shared memory, ids that can't be
+sampled) is in engine.py.
 """
 
 import contextlib

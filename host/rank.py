@@ -31,8 +31,8 @@ class ToldToStop(Exception):  # noqa: N818 - nothing is wrong
 def run(main: Callable[[], None]) -> None:
     """Run `main`, then end the process.
 
-    On failure one line for the user's mistake, a traceback for anything else, and out at once, so that no rank waits for
-    this one.
+    On failure one line for the user's mistake, a traceback for anything else, and out at once, so that no rank waits
+    for this one.
     """
     end_with_launcher()
     try:
@@ -55,7 +55,8 @@ def run(main: Callable[[], None]) -> None:
 
 
 def is_users_mistake(error: BaseException) -> bool:
-    """Whether it is a ValueError or a missing file, raised by Lockstep's own code: a file of the root or of its folders."""
+    """Whether it is a ValueError or a missing file, raised by Lockstep's own code: a file of the root or of its
+    folders."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     ours = {ROOT, *(ROOT / folder for folder in ("fast", "look", "tasks", "host"))}
     return isinstance(error, (ValueError, FileNotFoundError)) and raised_in.parent in ours
@@ -109,7 +110,8 @@ def launched_words() -> list[str]:
 
 
 def watch_for_signals() -> None:
-    """SIGTERM or Ctrl-C stops the run where nothing is lost; a second of its kind, or one when another rank ended, at once.
+    """SIGTERM or Ctrl-C stops the run where nothing is lost; a second of its kind, or one when another rank ended, at
+    once.
 
     A thread decides, since the main one may be inside a collective that never returns.
     """
