@@ -8,6 +8,7 @@ import yaml
 from conftest import ROOT, flags, launch, read_metrics
 
 from look.doctor import AGAIN, DIAGNOSES, GONE, HEAD, TAIL, TRENDS, Doctor, Finding, diagnose, examine_step
+from look.step import diagnosis, trend
 
 KNOBS = {
     "data": {"max_response_length": 512, "train_batch_size": 32, "val_files": ["val.jsonl"]},
@@ -144,7 +145,7 @@ STEPS = {
         "97%",
     ),
     "gradient_zero": (3, {"actor/grad_norm": 0.0}, {"actor/grad_norm": 1e-9}, "although rewards differ"),
-    "gradient_not_finite": (3, {"actor/skipped_steps": 1}, {"actor/skipped_steps": 0}, "replay.py"),
+    "gradient_not_finite": (3, {"actor/skipped_steps": 1}, {"actor/skipped_steps": 0}, "python -m look.replay"),
     "gradient_clipped": (
         20,
         {"actor/grad_norm": always(10.1)},
@@ -306,53 +307,57 @@ def test_a_reward_that_stays_near_its_top_is_not_flat():
     assert diagnose(records(60, {"reward/mean": lambda i: flat(i) + 0.48}), KNOBS)[0].startswith("nothing found")
 
 
-def test_every_diagnosis_is_tested():
-    assert sorted(STEPS) == sorted(name for name, *_ in DIAGNOSES) and sorted(RUNS) == sorted(
-        name for name, *_ in TRENDS
-    )
+def test_every_diagnosis_is_tested_and_findings_come_in_this_order():
+    assert list(STEPS) == [name for name, *_ in DIAGNOSES]
+    assert list(RUNS) == [name for name, *_ in TRENDS]
+
+
+def test_a_diagnosis_is_one_function_with_one_decorator():
+    @diagnosis("note", "response_length/mean")
+    def too_short(s, x):
+        return f"{x:.0f} tokens" if x < 2 else None
+
+    @trend("problem", "actor/lr")
+    def no_lr(records):
+        return "never" if all(record["actor/lr"] == 0 for record in records) else None
+
+    try:
+        run = records(3, {"response_length/mean": always(1.0), "actor/lr": always(0.0)})
+        *_, found = examine_step(run[-1], run[:-1], KNOBS)
+        assert found == Finding("too_short", "note", "1 tokens", "response_length/mean")
+        lines = diagnose(run, KNOBS)
+        assert lines[0] == "problem: never (actor/lr)" and lines[-1] == "note: 1 tokens (response_length/mean)"
+    finally:
+        assert (DIAGNOSES.pop().name, TRENDS.pop().name) == ("too_short", "no_lr")
 
 
 @pytest.mark.parametrize(
     "changes, length, settings, expected",
     [
-        (
-            {"reward/frac_zero_std": 1.0},
-            3,
-            knobs(algorithm={"adv_estimator": "reinforce_plus_plus"}),
-            [],
-        ),  # whose baseline is not the group's
-        (
-            {"actor/grad_norm": 0.0},
-            3,
-            knobs(algorithm={"adv_estimator": "grpo_passk"}),
-            [],
-        ),  # the two best may be equal
+        # Whose baseline is not the group's.
+        ({"reward/frac_zero_std": 1.0}, 3, knobs(algorithm={"adv_estimator": "reinforce_plus_plus"}), []),
+        ({"reward/frac_zero_std": 1.0}, 3, knobs(algorithm={"adv_estimator": "remax"}), []),
+        # Not known: as grpo and vanilla.
+        ({"reward/frac_zero_std": 1.0}, 3, knobs(algorithm={"adv_estimator": "mine"}), ["groups_all_equal"]),
+        ({"actor/grad_norm": 0.0}, 3, knobs(algorithm={"adv_estimator": "mine"}), ["gradient_zero"]),
+        ({"actor/pg_clipfrac": 0.6}, 3, knobs(loss={"loss_mode": "mine"}), ["clipped"]),
+        # The two best may be equal.
+        ({"actor/grad_norm": 0.0}, 3, knobs(algorithm={"adv_estimator": "grpo_passk"}), []),
         ({"actor/pg_clipfrac": 0.6}, 3, knobs(loss={"loss_mode": "gspo"}), []),
-        (
-            {"actor/kl_loss": 3.0},
-            3,
-            knobs(loss={"loss_agg_mode": "seq-mean-token-sum"}),
-            [],
-        ),  # of a sequence, not of a token
-        (
-            {"correction/k3": 0.002},
-            3,
-            knobs(actor={"dtype": "float32"}),
-            ["mismatch"],
-        ),  # what bfloat16 may, float32 may not
+        # Of a sequence, not of a token.
+        ({"actor/kl_loss": 3.0}, 3, knobs(loss={"loss_agg_mode": "seq-mean-token-sum"}), []),
+        # What bfloat16 may, float32 may not.
+        ({"correction/k3": 0.002}, 3, knobs(actor={"dtype": "float32"}), ["mismatch"]),
         ({"actor/lr": 0.0}, 3, knobs(actor={"lr_warmup_steps": 2}), ["lr_stays_zero"]),  # the warm-up is over
+        # Cut, and no reward: not on purpose.
         (
             {"response_length/clip_ratio": 1.0, "reward/frac_zero_std": 1.0, "reward/max": 0.0, "reward/mean": 0.0},
             3,
             KNOBS,
             ["rewards_all_low", "truncated"],
-        ),  # cut, and no reward: not on purpose
-        (
-            {"response_length/clip_ratio": 0.62},
-            3,
-            knobs(data={"max_response_length": 32}),
-            ["truncated_on_purpose"],
-        ),  # the answer is a sum, a limit of 8 no mistake
+        ),
+        # The answer is a sum, a limit of 8 no mistake.
+        ({"response_length/clip_ratio": 0.62}, 3, knobs(data={"max_response_length": 32}), ["truncated_on_purpose"]),
         ({"response_length/clip_ratio": 0.62}, 3, knobs(data={"max_response_length": 33}), ["truncated"]),
         (
             {"response_length/clip_ratio": 0.62, "reward/frac_zero_std": 1.0},
@@ -360,25 +365,13 @@ def test_every_diagnosis_is_tested():
             knobs(data={"max_response_length": 8}),
             ["groups_all_equal", "truncated"],
         ),
-        (
-            CUT | {"reward/truncated": 0.5},
-            3,
-            KNOBS,
-            ["truncated_on_purpose"],
-        ),  # cut, and better than the others: so long is right
-        (
-            CUT | {"reward/truncated": 0.16},
-            3,
-            KNOBS,
-            ["truncated_on_purpose"],
-        ),  # 3 standard errors below 0.217 are 0.157
+        # Cut, and better than the others: so long is right.
+        (CUT | {"reward/truncated": 0.5}, 3, KNOBS, ["truncated_on_purpose"]),
+        # 3 standard errors below 0.217 are 0.157.
+        (CUT | {"reward/truncated": 0.16}, 3, KNOBS, ["truncated_on_purpose"]),
         (CUT | {"reward/truncated": 0.15}, 3, KNOBS, ["truncated"]),
-        (
-            CUT | {"reward/truncated": 0.15, "rollout/num_trajectories": 128},
-            3,
-            KNOBS,
-            ["truncated_on_purpose"],
-        ),  # of so few it may be chance
+        # Of so few it may be chance.
+        (CUT | {"reward/truncated": 0.15, "rollout/num_trajectories": 128}, 3, KNOBS, ["truncated_on_purpose"]),
         (CUT | {"reward/truncated": 0.0, "response_length/clip_ratio": 0.9}, 3, KNOBS, ["truncated"]),
         ({"actor/entropy": lambda i: 0.8 * 0.9**i}, 40, KNOBS, []),  # the reward rises
         ({"actor/entropy": lambda i: 0.8 * 0.9**i, "reward/mean": lambda i: 0.85}, 40, KNOBS, []),  # the task is solved
@@ -387,18 +380,10 @@ def test_every_diagnosis_is_tested():
         ({"perf/gen_tokens_per_s": 100.0, "perf/train_tokens_per_s": 100.0}, 40, KNOBS, []),  # one slow step
         ({VAL: val(0.2, 0.2), "reward/mean": lambda i: 0.5 - i / 1000}, 51, KNOBS, []),  # training went down as well
         ({VAL: val(0.39, 0.2)}, 51, KNOBS, []),  # one bad validation
-        (
-            {"reward/max": -1.0, "reward/min": -1.0, "reward/mean": -1.0},
-            3,
-            KNOBS,
-            ["rewards_all_low"],
-        ),  # of rewards of -1 or 1
-        (
-            {"reward/frac_zero_std": always(0.97), "actor/grad_norm": always(11.0)},
-            9,
-            KNOBS,
-            [],
-        ),  # too young to call it lasting
+        # Of rewards of -1 or 1.
+        ({"reward/max": -1.0, "reward/min": -1.0, "reward/mean": -1.0}, 3, KNOBS, ["rewards_all_low"]),
+        # Too young to call it lasting.
+        ({"reward/frac_zero_std": always(0.97), "actor/grad_norm": always(11.0)}, 9, KNOBS, []),
         ({"timing_s/save_checkpoint": 20.0}, 2, KNOBS, []),  # a minute has not passed
         ({"timing_s/idle": always(0.3), "timing_s/gen": always(0.5)}, 6, KNOBS, []),  # nobody waits half a second
     ],
