@@ -1,4 +1,8 @@
-"""Folders that are complete or not there at all: what a checkpoint's manifest says, and how its files get onto the disk. And an earlier run's folder, which makes room."""
+"""Folders that are complete or not there at all, and files of JSON lines.
+
+What a checkpoint's manifest says, and how its files get onto the disk. How an earlier run's folder makes room. How
+records are written and read again, though a kill cut the last one short.
+"""
 
 import contextlib
 import hashlib
@@ -8,33 +12,42 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-HASHED_BYTES = (
-    64 * 2**20
-)  # files up to this size are hashed, at 1.4 GB/s; of larger ones, which are flushed before the manifest, the size must do
+from host.console import say
 
-
-def say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+# Files up to this size are hashed, at 1.4 GB/s. Of larger ones, which are flushed before the manifest is written, the
+# size must do.
+HASHED_BYTES = 64 * 2**20
 
 
 def newest(folder: Path) -> Path | None:
-    """The complete checkpoint that was saved last; says which later ones are not complete."""
+    """The complete checkpoint that was saved last; says which later ones are not complete.
+
+    ValueError when there are checkpoints and none is complete.
+    """
     name_again(folder)
+    found = set(folder.glob("step-*"))
     marker = folder / "latest"
-    named = [folder / marker.read_text().strip()] if marker.exists() else []  # may be gone
-    reasons = {path: damage(path) for path in sorted({*folder.glob("step-*"), *named})}
+    if marker.exists():
+        found.add(folder / marker.read_text().strip())  # may be gone
+    reasons = {path: damage(path) for path in sorted(found)}
     complete = [path for path, reason in reasons.items() if not reason]
-    chosen = max(complete, key=lambda path: json.loads((path / "manifest.json").read_text())["time"], default=None)
+    chosen = max(complete, key=saved_at, default=None)
     for path, reason in reasons.items():
         if reason and (chosen is None or path.name > chosen.name):
             say(f"{path} is passed over: {reason}")
     if reasons and not chosen:
         raise ValueError(
-            f"no checkpoint in {folder} is complete: set checkpoint.resume=never to start afresh, or to the folder of another one"
+            f"no checkpoint in {folder} is complete: set checkpoint.resume=never to start afresh, "
+            "or to the folder of another one"
         )
     return chosen
+
+
+def saved_at(folder: Path) -> float:
+    """The time of a complete checkpoint, in seconds."""
+    return json.loads((folder / "manifest.json").read_text())["time"]
 
 
 def name_again(folder: Path) -> None:
@@ -62,7 +75,10 @@ def damage(folder: Path) -> str | None:
 
 
 def hash_of(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size <= HASHED_BYTES else None
+    """SHA-256 of a file's bytes; None for a file that is larger than HASHED_BYTES."""
+    if path.stat().st_size > HASHED_BYTES:
+        return None
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_manifest(folder: Path) -> None:
@@ -71,7 +87,7 @@ def write_manifest(folder: Path) -> None:
     for path in paths:
         flush(path)
     files = {str(path.relative_to(folder)): (path.stat().st_size, hash_of(path)) for path in paths if path.is_file()}
-    write_durably(folder / "host.disk.json", json.dumps({"time": time.time(), "files": files}))
+    write_durably(folder / "manifest.json", json.dumps({"time": time.time(), "files": files}))
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -93,7 +109,10 @@ def flush(path: Path) -> None:
 
 
 def move_aside(run_dir: Path) -> Path | None:
-    """Rename an earlier run's folder, so that a fresh start neither mixes with it nor loses it. Returns its new name."""
+    """Rename an earlier run's folder, so that a fresh start neither mixes with it nor loses it.
+
+    Returns its new name; None when no run was there.
+    """
     if not (run_dir / "metrics.jsonl").exists():
         return None
     number = 1
@@ -104,20 +123,26 @@ def move_aside(run_dir: Path) -> Path | None:
 
 
 def to_json(record: dict) -> str:
-    """One line that any JSON reader takes: NaN and infinities, which JSON lacks, as null, and what is no JSON as text."""
+    """One line that any JSON reader takes.
 
-    def plain(value):
-        if isinstance(value, dict):
-            return {str(k): plain(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(v) for v in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(record), default=str, allow_nan=False)
+    NaN and infinities, which JSON lacks, become null, and what is no JSON becomes text.
+    """
+    return json.dumps(without_nan(record), default=str, allow_nan=False)
 
 
-def whole_lines(path: Path) -> Iterator[tuple[bytes, dict]]:
-    """(line, record) of a file of JSON lines, less a last one that a kill cut short. ValueError for any other that is no JSON."""
+def without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): without_nan(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def whole_lines(path: Path) -> Iterator[tuple[bytes, Any]]:
+    """(line, record) of a file of JSON lines, less a last one that a kill cut short.
+
+    ValueError for any other that is no JSON.
+    """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():

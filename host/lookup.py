@@ -1,4 +1,4 @@
-"""What users write: names, of which the nearest known one is told; numbers, which have bounds; functions in their files."""
+"""What users write: names, of which the nearest known one is told; numbers, which have bounds; functions in files."""
 
 import dataclasses
 import difflib
@@ -39,7 +39,8 @@ def check_bounds(group: str, cfg: object, **intervals: str) -> None:
     """ValueError that names the first knob of a group whose number is not in its interval.
 
     An interval is written as in mathematics, maybe after a value that is allowed besides: `lr="[0, inf)"`,
-    `fsdp_size="-1 or [1, inf)"`. NaN is in none. None, for a knob that was not given, is in all; of a tuple each number counts.
+    `fsdp_size="-1 or [1, inf)"`. NaN is in none. None, for a knob that was not given, is in all; of a tuple each number
+    counts.
     """
     for knob, interval in intervals.items():
         value = getattr(cfg, knob)
@@ -50,43 +51,60 @@ def check_bounds(group: str, cfg: object, **intervals: str) -> None:
 
 def in_interval(number: float, interval: str) -> bool:
     """Whether a number is in an interval as `check_bounds` takes it."""
-    besides, left, low, high, right = INTERVAL.fullmatch(interval).groups()
+    besides, left, low, high, right = parts_of(interval)
     above = number > float(low) or (left == "[" and number == float(low))
     below = number < float(high) or (right == "]" and number == float(high))
     return (above and below) or (besides is not None and number == float(besides))
 
 
+def parts_of(interval: str) -> tuple[str | None, str, str, str, str]:
+    """The value that is allowed besides, the left bracket, both ends and the right bracket."""
+    match = INTERVAL.fullmatch(interval)
+    if match is None:
+        raise ValueError(f"{interval!r} is not written as an interval, such as '[0, inf)' or '-1 or [1, inf)'")
+    besides, left, low, high, right = match.groups()
+    return besides, left, low, high, right
+
+
 def interval_text(interval: str) -> str:
     """The interval in words: `at least 0`, `-1 or at least 1`, `above 0 and at most 1`."""
-    besides, left, low, high, right = INTERVAL.fullmatch(interval).groups()
+    besides, left, low, high, right = parts_of(interval)
     words = [f"{'at least' if left == '[' else 'above'} {low}"] if math.isfinite(float(low)) else []
     words += [f"{'at most' if right == ']' else 'below'} {high}"] if math.isfinite(float(high)) else []
     return (f"{besides} or " if besides else "") + (" and ".join(words) or "a finite number")
 
 
 def load_function(path: str, function: str, blame: str) -> Callable | None:
-    """`function` of a user's Python file, None when the file has none. ValueError, which begins with `blame`, when the file can't be loaded."""
+    """`function` of a user's Python file; None when the file has none.
+
+    ValueError, which begins with `blame`, when the file can't be loaded.
+    """
     if not (path.endswith(".py") and os.path.isfile(path)):
         raise ValueError(f"{blame}: there is no Python file {path!r} (looked from {os.getcwd()})")
     try:
         found = getattr(import_file(os.path.abspath(path)), function, None)
-    except (Exception, SystemExit) as e:
-        raise ValueError(f"{blame}: importing it fails with {type(e).__name__}: {e}") from e
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{blame}: importing it fails with {type(error).__name__}: {error}") from error
     return found if callable(found) else None
 
 
 def import_file(path: str) -> types.ModuleType:
-    """Run a file as a module of a package that is its folder, so that `from . import helper` and `import helper` both find its neighbours."""
-    folder, name = os.path.dirname(path), os.path.basename(path).removesuffix(".py")
-    root = f"custom_{zlib.crc32(path.encode()):x}_{os.stat(path).st_mtime_ns:x}"  # a file that holds a reward and an agent runs once
-    if loaded := sys.modules.get(root if name == "__init__" else f"{root}.{name}"):
+    """Run a file as a module of a package that is its folder, and only once, though it holds a reward and an agent.
+
+    So both `from . import helper` and `import helper` find the file's neighbours.
+    """
+    folder = os.path.dirname(path)
+    stem = os.path.basename(path).removesuffix(".py")
+    root = f"custom_{zlib.crc32(path.encode()):x}_{os.stat(path).st_mtime_ns:x}"  # an edited file runs again
+    name = root if stem == "__init__" else f"{root}.{stem}"
+    if loaded := sys.modules.get(name):
         return loaded
     package = sys.modules[root] = types.ModuleType(root)
     package.__path__ = [folder]
     if folder not in sys.path:
         sys.path.append(folder)  # behind the libraries: it may hide none
-    name = root if name == "__init__" else f"{root}.{name}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, f"{path} has a name that Python can import"
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

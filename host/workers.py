@@ -1,10 +1,13 @@
-"""Processes that run calls of one function, each call under a deadline: one that hangs is killed with its worker, and takes no other with it.
+"""Processes that run calls of one function, each call under a deadline.
+
+A call that hangs is killed with its worker, and takes no other call with it.
 
     this process --control--> fork server --fork--> workers, each with a socket to this process
 
-The fork server is a fresh Python that imports the function's module: no CUDA context, no threads and no __main__ of this process, so
-it may start at any time, and a killed worker's replacement is a fork of it, there in milliseconds. It runs no call, so it never hangs,
-sees this process end however it ends, and takes the workers along; were it killed itself, the kernel would kill them (PR_SET_PDEATHSIG).
+The fork server is a fresh Python that imports the function's module: no CUDA context, no threads and no __main__ of
+this process, so it may start at any time, and a killed worker's replacement is a fork of it, there in milliseconds. It
+runs no call, so it never hangs, sees this process end however it ends, and takes the workers along; were it killed
+itself, the kernel would kill them (PR_SET_PDEATHSIG).
 """
 
 import asyncio
@@ -24,18 +27,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from host.console import SpeltOut, traceback_text
 
-AHEAD_S = 0.02  # of work, at the mean pace of late, that a worker may hold, so that it need not wait for this process, which may be busy elsewhere
-SENT_AHEAD = 8, 128  # so many calls at least, at most
+# Seconds of work, at the mean pace of late, that a worker may hold, so that it need not wait for this process, which
+# may be busy elsewhere.
+AHEAD_S = 0.02
+LEAST_AHEAD = 8  # calls that a worker may hold however slow they are
+MOST_AHEAD = 128  # and however quick
 TOGETHER = 32  # calls in the queue that wait for no others to be sent with
 AT_ONCE = 1 << 16  # bytes of a read: memory for many more costs more than the read
 LENGTH = struct.Struct("!Q")  # before every message: a pickle
 
 
 class WorkerError(RuntimeError):
-    """The call raised in the worker; the message is its traceback. Or no worker can be had, and the message says why."""
+    """The call raised in the worker; the message is its traceback.
+
+    Or no worker can be had, and the message says why.
+    """
 
 
 class WorkerTimeout(RuntimeError):
@@ -68,39 +78,43 @@ class WorkerPool:
     """num_workers processes, started once, that run calls of one function, each under a deadline."""
 
     def __init__(self, setup: Callable[[], Callable], num_workers: int, preload: Iterable[str] = ()):
-        """setup, which pickle must know by name, runs once in each worker and returns the function; preload names modules to fork with."""
-        self.setup, self.queue, self.workers, self.num_started = pack(pickle.dumps(setup)), deque(), [], 0
-        self.loop, self.broken, self.pace = (
-            None,
-            None,
-            AHEAD_S / SENT_AHEAD[0],
-        )  # pace: seconds that a call takes, of late
-        modules = [getattr(setup, "func", setup).__module__, *preload]
+        """setup, which pickle must know by name, runs once in each worker and returns the function.
+
+        preload names modules that the fork server imports, so that the workers have them.
+        """
+        self.setup = pack(pickle.dumps(setup))
+        self.queue: deque[Call] = deque()
+        self.workers: list[Worker] = []
+        self.num_started = 0
+        self.loop: Any = None  # the event loop of the latest call
+        self.broken: str | None = None  # why no call can be served any more
+        self.pace = AHEAD_S / LEAST_AHEAD  # seconds that a call takes, of late
+        modules = [getattr(setup, "func", setup).__module__, *preload]  # func: of a functools.partial
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as w; w.serve_forks({theirs.fileno()}, {modules!r}, {os.getpid()})"
-            # a session of its own: Ctrl-C in the terminal is for this process, which decides what ends
-            own = dict(stdin=subprocess.DEVNULL, start_new_session=True, env={"OMP_NUM_THREADS": "1", **os.environ})
-            self.server = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], **own)
+            self.server = start_server(theirs.fileno(), modules)
         for _ in range(num_workers):
             self._start_worker()
 
-    async def call(self, *args, timeout_s: float):
-        """function(*args) from a worker; WorkerError, WorkerTimeout or WorkerDied. The deadline counts from when a worker begins with it."""
+    async def call(self, *args: Any, timeout_s: float) -> Any:
+        """function(*args) from a worker. WorkerError, WorkerTimeout or WorkerDied.
+
+        The deadline counts from when a worker begins with it.
+        """
         self._watch_from(asyncio.get_running_loop())
         if self.broken:
             raise WorkerError(self.broken)
         try:
             message = pack(pickle.dumps(args))
-        except Exception as e:
-            raise WorkerError(traceback_text()) from e
+        except Exception as error:
+            raise WorkerError(traceback_text()) from error
         call = Call(self.loop.create_future(), message, timeout_s)
         self.queue.append(call)
-        if len(self.queue) % TOGETHER == 0 or (
-            len(self.queue) == 1 and any(w.ready and not w.sent for w in self.workers)
-        ):
+        is_first = len(self.queue) == 1
+        some_worker_is_idle = is_first and any(w.ready and not w.sent for w in self.workers)
+        if len(self.queue) % TOGETHER == 0 or some_worker_is_idle:
             self._feed()
-        elif len(self.queue) == 1:  # with those that come in the same turn of the loop
+        elif is_first:  # with those that come in the same turn of the loop
             self.loop.call_soon(self._feed)
         return await call.future
 
@@ -153,14 +167,14 @@ class WorkerPool:
     def _feed(self) -> None:
         """Spread the queue over the workers, many calls in one write, ahead of time only what would wait anyway."""
         ready = [worker for worker in self.workers if worker.ready]
-        most = (
-            min(max(int(AHEAD_S / self.pace), SENT_AHEAD[0]), SENT_AHEAD[1]) if len(ready) == len(self.workers) else 1
-        )  # who starts up may be free before
-        share = lambda: min(most, 1 + len(self.queue) // len(self.workers))  # noqa: E731
-        ready = [worker for worker in ready if 2 * len(worker.sent) <= share()]  # not a write for every answer
-        while self.queue and ready:
-            worker = min(ready, key=lambda w: len(w.sent))
-            if len(worker.sent) >= share():
+        most = 1  # while a worker still starts up: it may be free before the others are
+        if len(ready) == len(self.workers):
+            most = min(max(int(AHEAD_S / self.pace), LEAST_AHEAD), MOST_AHEAD)
+        # Not a write for every answer: who holds more than half of its share waits.
+        hungry = [worker for worker in ready if 2 * len(worker.sent) <= self._share(most)]
+        while self.queue and hungry:
+            worker = min(hungry, key=lambda w: len(w.sent))
+            if len(worker.sent) >= self._share(most):
                 break
             call = self.queue.popleft()
             if call.future.done():  # cancelled
@@ -169,13 +183,20 @@ class WorkerPool:
             worker.outbox += call.message
             if len(worker.sent) == 1:
                 self._set_deadline(worker)
-        for worker in [w for w in ready if w.outbox]:
-            self._write(worker)
+        for worker in hungry:
+            if worker.outbox:
+                self._write(worker)
+
+    def _share(self, most: int) -> int:
+        """Calls that a worker should hold, of those in the queue and at most so many."""
+        return min(most, 1 + len(self.queue) // len(self.workers))
 
     def _set_deadline(self, worker: Worker) -> None:
         if worker.timer:
             worker.timer.cancel()
-        worker.timer = self.loop.call_later(worker.sent[0].timeout_s, self._expire, worker) if worker.sent else None
+        worker.timer = None
+        if worker.sent:
+            worker.timer = self.loop.call_later(worker.sent[0].timeout_s, self._expire, worker)
 
     def _write(self, worker: Worker) -> None:
         try:
@@ -190,14 +211,8 @@ class WorkerPool:
             self.loop.remove_writer(worker.sock)
 
     def _read(self, worker: Worker) -> None:
-        data, ended = None, False
-        try:
-            while data is None or len(data) == AT_ONCE:  # what comes later wakes the loop again
-                data = worker.sock.recv(AT_ONCE)
-                worker.inbox += data
-            ended = not data
-        except OSError as e:
-            ended = not isinstance(e, BlockingIOError)
+        """Take the answers that are there, and send more calls. A worker that is gone is replaced."""
+        ended = self._receive(worker)
         answers = list(unpack(worker.inbox))
         for message in answers:
             try:
@@ -217,8 +232,24 @@ class WorkerPool:
             self._replace(worker, WorkerDied("the worker died in this call: it exited, crashed, or was out of memory"))
         self._feed()
 
+    def _receive(self, worker: Worker) -> bool:
+        """Read into a worker's inbox what has come; True when nothing more will."""
+        try:
+            while True:
+                data = worker.sock.recv(AT_ONCE)
+                worker.inbox += data
+                if len(data) < AT_ONCE:  # what comes later wakes the loop again
+                    return not data
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _expire(self, worker: Worker) -> None:
-        """Its result is not there, though the loop may have been busy elsewhere: asyncio looks at sockets before it looks at timers."""
+        """The call's time is over.
+
+        Its result is not there, even if the loop was busy elsewhere: asyncio looks at sockets before timers.
+        """
         self._replace(worker, WorkerTimeout(f"the call took more than {worker.sent[0].timeout_s:g} s"))
         self._feed()
 
@@ -251,11 +282,28 @@ class WorkerPool:
             finish(self.queue.popleft(), WorkerError(self.broken))
 
 
-def finish(call: Call, outcome) -> None:
-    if not call.future.done() and not call.future.get_loop().is_closed():  # nobody waits for a cancelled call
-        call.future.set_exception(outcome) if isinstance(
-            outcome, (WorkerError, WorkerTimeout)
-        ) else call.future.set_result(outcome)
+def start_server(control: int, modules: list[str]) -> subprocess.Popen:
+    """The fork server, with its end of the control socket."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as w; "
+        f"w.serve_forks({control}, {modules!r}, {os.getpid()})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=[control],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the terminal is for this process, which decides what ends
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+    )
+
+
+def finish(call: Call, outcome: Any) -> None:
+    if call.future.done() or call.future.get_loop().is_closed():  # nobody waits for a cancelled call
+        return
+    if isinstance(outcome, (WorkerError, WorkerTimeout)):
+        call.future.set_exception(outcome)
+    else:
+        call.future.set_result(outcome)
 
 
 def pack(message: bytes) -> bytes:
@@ -264,7 +312,10 @@ def pack(message: bytes) -> bytes:
 
 def unpack(buffer: bytearray) -> Iterator[bytes]:
     """Take the complete messages out of buffer."""
-    while len(buffer) >= LENGTH.size and len(buffer) >= (end := LENGTH.size + LENGTH.unpack_from(buffer)[0]):
+    while len(buffer) >= LENGTH.size:
+        end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
+        if len(buffer) < end:
+            return
         message = bytes(buffer[LENGTH.size : end])
         del buffer[:end]
         yield message
@@ -274,14 +325,19 @@ def unpack(buffer: bytearray) -> Iterator[bytes]:
 
 
 def serve_forks(fd: int, modules: list[str], main: int) -> None:
-    """Fork and kill workers as asked on the socket fd; end with all of them when it closes, or when the process `main` is gone."""
-    sys.stdout.reconfigure(line_buffering=True)  # what a killed worker printed is not lost
-    sys.stdout, sys.stderr = SpeltOut(sys.stdout), SpeltOut(sys.stderr)  # a rule may print what the policy wrote
+    """Fork and kill workers as asked on the socket fd.
+
+    End with all of them when it closes, or when the process `main` is gone.
+    """
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # what a killed worker printed is not lost
+    # A rule may print what the policy wrote.
+    sys.stdout = SpeltOut(sys.stdout)  # type: ignore[assignment]
+    sys.stderr = SpeltOut(sys.stderr)  # type: ignore[assignment]
     for module in modules:
         with contextlib.suppress(Exception):  # raises again in the worker, which reports it
             importlib.import_module(module)
     gc.freeze()
-    children = {}  # worker's number -> its pid, which is also its process group
+    children: dict[bytes, int] = {}  # worker's number -> its pid, which is also its process group
     with socket.socket(fileno=fd) as control:
         while os.getppid() == main:  # a process forked from main may hold control open
             if select.select([control], [], [], 1.0)[0]:
@@ -308,6 +364,7 @@ def end_group(pid: int) -> None:
 
 
 def fork_worker(fd: int, control: socket.socket) -> int:
+    """A worker that serves the calls of the socket fd, in a process group of its own; returns its pid."""
     server = os.getpid()
     if pid := os.fork():
         os.setpgid(pid, pid)
@@ -327,14 +384,17 @@ def fork_worker(fd: int, control: socket.socket) -> int:
 
 def serve_calls(sock: socket.socket) -> None:
     """The first message is the setup, every other one the arguments of a call."""
-    function, reader = None, sock.makefile("rb", AT_ONCE)
+    function = None
+    reader = sock.makefile("rb", AT_ONCE)
     while head := reader.read(LENGTH.size):
-        message, start = reader.read(LENGTH.unpack(head)[0]), time.perf_counter()
+        message = reader.read(LENGTH.unpack(head)[0])
+        start = time.perf_counter()
         try:
+            value = None
             if function:
                 value = function(*pickle.loads(message))
             else:
-                function, value = pickle.loads(message)(), None
+                function = pickle.loads(message)()
             answer = pickle.dumps((True, value, time.perf_counter() - start))
         except BaseException:  # SystemExit too is an error of this call
             answer = pickle.dumps((False, traceback_text(), time.perf_counter() - start))

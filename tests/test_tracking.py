@@ -106,7 +106,8 @@ def test_tensorboard_shows_a_step_as_it_was_done_last(folder):
 
 
 def test_a_tracker_that_is_not_installed_is_the_users_to_install():
-    code = "import sys; sys.modules['tensorboard'] = None; from accelerate.utils import imports; imports._is_package_available = lambda *_: False\n"
-    code += "from pathlib import Path; from log import LogConfig; from tracking import Trackers; Trackers(LogConfig(logger=('tensorboard',)), Path('.'), 0, {}, None)"
+    code = "import sys; sys.modules['tensorboard'] = None\n"
+    code += "from pathlib import Path; from log import LogConfig; from look.tracking import Trackers\n"
+    code += "Trackers(LogConfig(logger=('tensorboard',)), Path('.'), 0, {}, None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert "ValueError: log.logger names tensorboard, which is not installed: pip install tensorboard" in done.stderr
