@@ -1,4 +1,4 @@
-# make quickstart | make tool-agent | make test | make prove | make mutate: each installs what it needs into .venv first.
+# make quickstart | tool-agent | lint | test | prove | mutate: each installs what it needs into .venv first.
 PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -1)
 BIN := .venv/bin
@@ -11,7 +11,7 @@ REQUIREMENTS := requirements-cpu.txt
 PYTHON := $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 endif
 
-.PHONY: quickstart tool-agent test prove mutate install
+.PHONY: quickstart tool-agent lint test prove mutate install
 
 quickstart: install
 	$(BIN)/python -m tasks.quickstart
@@ -20,6 +20,11 @@ quickstart: install
 tool-agent: install
 	$(BIN)/python -m tasks.quickstart --tools
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch train.py --config configs/tool_agent.yaml
+
+lint: install .venv/requirements-dev.txt
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
@@ -45,3 +50,7 @@ else
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 endif
 	cp $(REQUIREMENTS) $@
+
+.venv/requirements-dev.txt: requirements-dev.txt .venv/$(REQUIREMENTS)
+	$(BIN)/pip install -q -r requirements-dev.txt
+	cp requirements-dev.txt $@

@@ -156,8 +156,9 @@ def make_plain(cfg: Config) -> Config:
 
 def yaml_flags(path: str) -> list[str]:
     """A YAML file of groups and knobs as the flags that say the same, so that one parser does all the typing."""
-    types = {f.name: typing.get_type_hints(f.type) for f in dataclasses.fields(Config)}
-    knobs_of = {f.name: [knob.name for knob in dataclasses.fields(f.type)] for f in dataclasses.fields(Config)}
+    groups: dict[str, Any] = typing.get_type_hints(Config)
+    types = {name: typing.get_type_hints(group) for name, group in groups.items()}
+    knobs_of = {name: [knob.name for knob in dataclasses.fields(group)] for name, group in groups.items()}
     flags = []
     for group, knobs in read_yaml(path).items():
         if group not in knobs_of:

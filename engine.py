@@ -53,18 +53,19 @@ def version_of(vllm) -> tuple[int, ...]:
 def mend_cpu_build() -> None:
     """On the CPU vLLM packs weights so that no new ones reach them, and names shared memory alike in all runs."""
     import vllm.model_executor.layers.utils as layers
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shared
+    from vllm.distributed.device_communicators import cpu_communicator
 
     def keep_weights(layer, remove_weight) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = keep_weights
+    shared: Any = cpu_communicator._CPUSHMDistributed
     named = shared.make_group_name
     # Else two runs on a machine would share memory, and one that was killed would block the next.
     shared.make_group_name = staticmethod(lambda group: f"{named(group)}-{os.environ['MASTER_PORT']}")
 
 
-def vllm_model(llm) -> torch.nn.Module:
+def vllm_model(llm) -> Any:
     """The model that vLLM runs on this rank."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 

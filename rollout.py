@@ -177,10 +177,12 @@ class Rollout:
             if job in late:
                 limit = f"rollout.group_timeout_s={cfg.rollout.group_timeout_s}"
                 group.errors.append(f"session {session_id} and its scores had not ended after {limit}\n")
-            elif isinstance(job.result(), str):
-                group.errors.append(job.result())
+                continue
+            outcome = job.result()
+            if isinstance(outcome, str):
+                group.errors.append(outcome)
             else:
-                group.trajectories += job.result()
+                group.trajectories += outcome
         group.status = "failure" if group.errors else "finished"
 
     async def run_session(self, group: Group, session_id: int, key: tuple, encoded: dict) -> list[Trajectory] | str:
