@@ -1,8 +1,8 @@
 """Rows of a dataset to Tasks, their prompts to token ids, and an order that a checkpoint can resume.
 
-Two row shapes load unchanged: verl's (`prompt` as messages, `data_source`, `reward_model.ground_truth`, `extra_info`, maybe
-`agent_name`) and TRL's (`prompt` as text or messages, beside `ground_truth`, `answer` or `solution`). Other columns go to
-`extra_info`. To read another kind of file, add a reader to READERS.
+Two row shapes load unchanged: verl's (`prompt` as messages, `data_source`, `reward_model.ground_truth`, `extra_info`,
+maybe `agent_name`) and TRL's (`prompt` as text or messages, beside `ground_truth`, `answer` or `solution`). Other
+columns go to `extra_info`. To read another kind of file, add a reader to READERS.
 """
 
 import glob
@@ -10,10 +10,13 @@ import json
 import os
 import random
 import reprlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Iterator, Literal
+from typing import Any, Literal
 
 from batch import Task
+from host.console import say
+from host.lookup import check_bounds, may_change
 from tasks.chat import prompt_text
 from tasks.procedural import PREFIX, check_disjoint, make_rows
 
@@ -21,10 +24,12 @@ from tasks.procedural import PREFIX, check_disjoint, make_rows
 @dataclass(frozen=True)
 class DataConfig:
     train_files: tuple[str, ...] = ()
-    """Rows to train on: JSONL or Parquet files (globs too), Hugging Face datasets as `id`, `id:config` or `id:config:split` (the split is
-    `train` when left out: `org/set::test`), or tasks of reasoning_gym: `reasoning_gym:chain_sum,countdown?size=500&seed=42`."""
-    val_files: tuple[str, ...] = ()
-    """Rows to validate on, named as in train_files. Of reasoning_gym, with a seed that is at least `size` away: row i is made from seed + i."""
+    """Rows to train on: JSONL or Parquet files (globs too), Hugging Face datasets as `id`, `id:config` or
+    `id:config:split` (the split is `train` when left out: `org/set::test`), or tasks of reasoning_gym:
+    `reasoning_gym:chain_sum,countdown?size=500&seed=42`."""
+    val_files: tuple[str, ...] = may_change(())
+    """Rows to validate on, named as in train_files. Of reasoning_gym, with a seed that is at least `size` away: row i
+    is made from seed + i."""
     train_batch_size: int = 64
     """Prompts a step (B); each is sampled rollout.n times."""
     max_prompt_length: int = 512
@@ -34,29 +39,29 @@ class DataConfig:
     filter_overlong_prompts: bool = True
     """Drop rows whose prompt is longer than max_prompt_length before the first step, and say how many."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """For an over-long prompt that reaches the rollout: error stops, left keeps its end, right its start, middle both ends."""
+    """For an over-long prompt that reaches the rollout: error stops, left keeps its end, right its start, middle both
+    ends."""
     shuffle: bool = True
     """Reshuffle the training rows every epoch; the order depends on the seed and the epoch alone."""
     train_max_samples: int = -1
     """Train on the first so many rows; -1 is all."""
-    val_max_samples: int = -1
+    val_max_samples: int = may_change(-1)
     """Validate on the first so many rows; -1 is all."""
     prompt_key: str = "prompt"
     """Column that holds the prompt."""
     default_data_source: str | None = None
     """data_source of rows that have no such column, as TRL's. Not set: the dataset id or file name in train_files."""
 
-    def __post_init__(self):
-        for name in (
-            "train_batch_size",
-            "max_prompt_length",
-            "max_response_length",
-            "train_max_samples",
-            "val_max_samples",
-        ):
-            value, may_be_all = getattr(self, name), name.endswith("samples")
-            if value < 1 and not (may_be_all and value == -1):
-                raise ValueError(f"data.{name}={value} must be at least 1" + ", or -1 for all rows" * may_be_all)
+    def __post_init__(self) -> None:
+        check_bounds(
+            "data",
+            self,
+            train_batch_size="[1, inf)",
+            max_prompt_length="[1, inf)",
+            max_response_length="[1, inf)",
+            train_max_samples="-1 or [1, inf)",
+            val_max_samples="-1 or [1, inf)",
+        )
         if self.truncation not in ("error", "left", "right", "middle"):
             raise ValueError(f"data.truncation={self.truncation!r} must be error, left, right or middle")
         check_disjoint(self.train_files, self.val_files)
@@ -65,15 +70,12 @@ class DataConfig:
 def load_tasks(
     files: tuple[str, ...], cfg: DataConfig, max_samples: int = -1, knob: str = "data.train_files"
 ) -> list[Task]:
-    """The first max_samples rows (-1: all) of the files that `knob` names. ValueError says what is wrong, and in which row."""
-    tasks = []
+    """The first max_samples rows (-1: all) of the files that `knob` names. ValueError says what is wrong, and where."""
+    tasks: list[Task] = []
     for source in files:
+        data_source = cfg.default_data_source or source.partition(":")[0]
         for where, row in read_rows(source, knob):
-            tasks.append(
-                task_from_row(
-                    row, f"{knob}: {where}", len(tasks), cfg.default_data_source or source.partition(":")[0], cfg
-                )
-            )
+            tasks.append(task_from_row(row, f"{knob}: {where}", len(tasks), data_source, cfg))
             if len(tasks) == max_samples:
                 return tasks
     if not tasks:
@@ -84,22 +86,31 @@ def load_tasks(
 
 
 def read_rows(source: str, knob: str) -> Iterator[tuple[str, dict]]:
-    """Every row of a file, a glob, a Hugging Face dataset or a task of reasoning_gym, each with the place it stands at."""
-    read = (
-        make_rows
-        if source.startswith(PREFIX)
-        else READERS.get(os.path.splitext(source)[1]) or (make_rows if source.startswith("reasoning_gym/") else None)
-    )
-    paths = (
-        [source] if os.path.isfile(source) or read in (None, make_rows) else sorted(glob.glob(source, recursive=True))
-    )
+    """(place, row) of every row of a file, a glob, a Hugging Face dataset or a task of reasoning_gym."""
+    read = READERS.get(os.path.splitext(source)[1])
+    if source.startswith(PREFIX):
+        yield from make_rows(source, knob)
+    elif read:
+        for path in matching_files(source, knob):
+            yield from read(path, knob)
+    elif source.startswith("reasoning_gym/"):  # how rows name it as their data_source; the error says how to ask for it
+        yield from make_rows(source, knob)
+    else:
+        yield from read_hub(source, knob)
+
+
+def matching_files(source: str, knob: str) -> list[str]:
+    """The file of this name, or those that match it as a glob, sorted by name. FileNotFoundError when there is none."""
+    if os.path.isfile(source):
+        return [source]
+    paths = sorted(glob.glob(source, recursive=True))
     if not paths:
         raise FileNotFoundError(f"{knob}: there is no file {source!r} (looked from {os.getcwd()})")
-    for path in paths:
-        yield from (read or read_hub)(path, knob)
+    return paths
 
 
 def read_jsonl(path: str, knob: str) -> Iterator[tuple[str, dict]]:
+    """Rows of a file with a JSON object on every line that is not blank. ValueError names the line that has none."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -114,12 +125,15 @@ def read_jsonl(path: str, knob: str) -> Iterator[tuple[str, dict]]:
 
 
 def read_parquet(path: str, knob: str) -> Iterator[tuple[str, dict]]:
+    """Rows of a Parquet file. ValueError when it is not readable as one."""
     from pyarrow import ArrowException, parquet
 
+    number = 0
     try:
-        rows = (row for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
-        for number, row in enumerate(rows):
-            yield f"{path} row {number}", row
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield f"{path} row {number}", row
+                number += 1
     except ArrowException as e:
         raise ValueError(f"{knob}: {path} is not readable as Parquet: {e}") from e
 
@@ -128,51 +142,77 @@ def read_hub(source: str, knob: str) -> Iterator[tuple[str, dict]]:
     """Rows of a Hugging Face dataset `id[:config[:split]]`, or of a folder in the id's place."""
     import datasets
 
-    name, config, split, *_ = *source.split(":", 2), "", ""
+    name, _, rest = source.partition(":")
+    config, _, split = rest.partition(":")
     try:
         rows = datasets.load_dataset(name, config or None, split=split or "train")
     except Exception as e:
         cause = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0]
         raise ValueError(
-            f"{knob}: {source!r} is no {' '.join(READERS)} file, nor loads as a Hugging Face dataset id:config:split: {cause}"
+            f"{knob}: {source!r} is no {' '.join(READERS)} file, nor loads as a Hugging Face dataset id:config:split: "
+            f"{cause}"
         ) from e
-    yield from ((f"{source} row {number}", row) for number, row in enumerate(rows))
+    for number, row in enumerate(rows):
+        yield f"{source} row {number}", row
 
 
 READERS = {".jsonl": read_jsonl, ".json": read_jsonl, ".parquet": read_parquet}
 
 
 def task_from_row(row: dict, where: str, index: int, data_source: str, cfg: DataConfig) -> Task:
-    """A row in verl's or TRL's shape as a Task; ValueError when it has neither."""
-    columns = f"; its columns are: {', '.join(row)}"
+    """A row in verl's or TRL's shape as a Task, `data_source` being that of a row without one. Empties the row.
+
+    ValueError, which begins with `where`, when it has neither shape.
+    """
+    columns = f"its columns are: {', '.join(row)}"
     if cfg.prompt_key not in row:
         raise ValueError(
-            f"{where} has no column {cfg.prompt_key!r}: set data.prompt_key to the one that holds the prompt{columns}"
+            f"{where} has no column {cfg.prompt_key!r}: set data.prompt_key to the one that holds the prompt; {columns}"
         )
     prompt = without_none(row.pop(cfg.prompt_key))
-    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_chat):
+    if not is_prompt(prompt):
         raise ValueError(
-            f"{where}: {cfg.prompt_key!r} must be a text or a list of messages with role and content, not {reprlib.repr(prompt)}"
+            f"{where}: {cfg.prompt_key!r} must be a text or a list of messages with role and content, "
+            f"not {reprlib.repr(prompt)}"
         )
+    ground_truth = pop_ground_truth(row, where, columns)
+    data_source = row.pop("data_source", None) or data_source
+    agent_name = row.pop("agent_name", None)
+    extra_info = row.pop("extra_info", None) or {}
+    if not isinstance(extra_info, dict):
+        extra_info = {"extra_info": extra_info}
+    return Task(prompt, data_source, ground_truth, {**row, **extra_info}, agent_name, index)
+
+
+def is_prompt(prompt: Any) -> bool:
+    """Whether it is a text or a list of messages, and not empty."""
+    if isinstance(prompt, list):
+        are_messages = all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)
+        return are_messages and len(prompt) > 0
+    return isinstance(prompt, str) and prompt != ""
+
+
+def pop_ground_truth(row: dict, where: str, columns: str) -> Any:
+    """Take the ground truth out of a row: verl's, else TRL's. ValueError, with its `columns`, when it has none."""
     judged_by = row.pop("reward_model", None)
-    if not isinstance(judged_by, dict) or judged_by.get("ground_truth") is None:  # not verl's shape
-        name = next((n for n in ("ground_truth", "answer", "solution") if row.get(n) is not None), None)
-        if name is None:
-            raise ValueError(
-                f"{where} has no ground truth: it needs reward_model.ground_truth (verl's) or ground_truth, answer or solution (TRL's){columns}"
-            )
-        judged_by = {"ground_truth": row.pop(name)}
-    data_source, agent_name = row.pop("data_source", None) or data_source, row.pop("agent_name", None)
-    extra_info = found if isinstance(found := row.pop("extra_info", None) or {}, dict) else {"extra_info": found}
-    return Task(prompt, data_source, judged_by["ground_truth"], {**row, **extra_info}, agent_name, index)
+    if isinstance(judged_by, dict) and judged_by.get("ground_truth") is not None:
+        return judged_by["ground_truth"]
+    for name in ("ground_truth", "answer", "solution"):
+        if row.get(name) is not None:
+            return row.pop(name)
+    raise ValueError(
+        f"{where} has no ground truth: it needs reward_model.ground_truth (verl's) or ground_truth, answer or solution "
+        f"(TRL's); {columns}"
+    )
 
 
-def without_none(value):
+def without_none(value: Any) -> Any:
     """Parquet gives every message the keys of all of them; a template asks whether a key is there."""
     if isinstance(value, dict):
         return {k: without_none(v) for k, v in value.items() if v is not None}
-    return [without_none(v) for v in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_none(v) for v in value]
+    return value
 
 
 def render(messages: list[dict] | str, tokenizer, tools: list | None = None) -> list[int]:
@@ -187,41 +227,54 @@ def fit(tokens: list[int], cfg: DataConfig, task: Task) -> list[int]:
         return tokens
     if cfg.truncation == "error":
         raise ValueError(
-            f"the prompt of row {task.index} has {len(tokens)} tokens, more than data.max_prompt_length={limit}: raise it, or set data.truncation"
+            f"the prompt of row {task.index} has {len(tokens)} tokens, more than data.max_prompt_length={limit}: "
+            "raise it, or set data.truncation"
         )
-    head = {"left": 0, "right": limit, "middle": limit // 2}[cfg.truncation]  # tokens kept of its start
-    return tokens[:head] + tokens[len(tokens) - (limit - head) :]
+    from_start = {"left": 0, "right": limit, "middle": limit // 2}[cfg.truncation]
+    from_end = limit - from_start
+    return tokens[:from_start] + tokens[len(tokens) - from_end :]
 
 
-def filter_overlong(
-    tasks: list[Task], tokenizer, cfg: DataConfig, prompt_of=lambda task: (task.messages, None)
-) -> list[Task]:
-    """Tasks whose prompt, `prompt_of` -> (messages, tools), has at most cfg.max_prompt_length tokens, when cfg.filter_overlong_prompts; rank 0 prints how many were dropped."""
+def own_prompt(task: Task) -> tuple[list[dict] | str, list | None]:
+    """(messages, tools) of a prompt to which nothing is added."""
+    return task.messages, None
+
+
+def filter_overlong(tasks: list[Task], tokenizer, cfg: DataConfig, prompt_of: Callable = own_prompt) -> list[Task]:
+    """Tasks whose prompt has at most cfg.max_prompt_length tokens, when cfg.filter_overlong_prompts.
+
+    `prompt_of(task)` -> (messages, tools) is what the prompt is rendered from. Rank 0 says how many tasks were dropped.
+    """
     if not cfg.filter_overlong_prompts:
         return tasks
-    prompts = []  # (is it a text?, rendered)
+    lengths = prompt_lengths(tasks, tokenizer, prompt_of)
+    kept = [task for task, length in zip(tasks, lengths) if length <= cfg.max_prompt_length]
+    limit = f"data.max_prompt_length={cfg.max_prompt_length}"
+    if not kept:
+        raise ValueError(f"all {len(tasks)} prompts are longer than {limit}")
+    say(f"dropped {len(tasks) - len(kept)} of {len(tasks)} rows: longer than {limit}")
+    return kept
+
+
+def prompt_lengths(tasks: list[Task], tokenizer, prompt_of: Callable) -> list[int]:
+    """Number of tokens that `render` makes of each task's prompt. All are encoded together, which is much faster."""
+    rendered = []
+    are_texts = []  # as opposed to messages
     for task in tasks:
         try:
             messages, tools = prompt_of(task)
-            prompts.append((isinstance(messages, str), prompt_text(messages, tokenizer, tools)))
+            rendered.append(prompt_text(messages, tokenizer, tools))
         except Exception as e:
             raise ValueError(f"the prompt of row {task.index} can't be rendered: {type(e).__name__}: {e}") from e
-    ids = {
-        kind: iter(
-            tokenizer([text for is_text, text in prompts if is_text == kind] or [""], add_special_tokens=kind)[
-                "input_ids"
-            ]
-        )
-        for kind in (True, False)
-    }
-    kept = [task for task, (is_text, _) in zip(tasks, prompts) if len(next(ids[is_text])) <= cfg.max_prompt_length]
-    if not kept:
-        raise ValueError(f"all {len(tasks)} prompts are longer than data.max_prompt_length={cfg.max_prompt_length}")
-    if os.environ.get("RANK", "0") == "0":
-        print(
-            f"dropped {len(tasks) - len(kept)} of {len(tasks)} rows: longer than data.max_prompt_length={cfg.max_prompt_length}"
-        )
-    return kept
+        are_texts.append(isinstance(messages, str))
+    lengths = [0] * len(tasks)
+    for special in (True, False):  # a text gets the tokenizer's special tokens, messages do not
+        places = [place for place, is_text in enumerate(are_texts) if is_text == special]
+        if places:
+            encoded = tokenizer([rendered[place] for place in places], add_special_tokens=special)["input_ids"]
+            for place, tokens in zip(places, encoded):
+                lengths[place] = len(tokens)
+    return lengths
 
 
 class TaskStream:
@@ -232,7 +285,9 @@ class TaskStream:
             raise ValueError(
                 f"the dataset has {len(tasks)} rows, fewer than data.train_batch_size={cfg.train_batch_size}"
             )
-        self.tasks, self.cfg, self.seed = tasks, cfg, seed
+        self.tasks = tasks
+        self.cfg = cfg
+        self.seed = seed
         self.steps_per_epoch = len(tasks) // cfg.train_batch_size
         self.load_state_dict({"epoch": 0, "position": 0})
 
@@ -241,17 +296,21 @@ class TaskStream:
         size = size or self.cfg.train_batch_size
         if self.position + size > len(self.tasks):
             self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
-        start, self.position = self.position, self.position + size
+        start = self.position
+        self.position += size
         return [self.tasks[i] for i in self.order[start : self.position]]
 
     def state_dict(self) -> dict:
-        return {"epoch": self.epoch, "position": self.position}  # position: rows of the epoch that were handed out
+        return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict) -> None:
-        self.epoch, self.position = state["epoch"], state["position"]
+        """Go to a place in the endless stream, and put the rows into the order of its epoch."""
+        self.epoch: int = state["epoch"]
+        self.position: int = state["position"]  # rows of the epoch that were handed out
         if self.position > len(self.tasks):
             raise ValueError(
-                f"the checkpoint is {self.position} rows into an epoch, and data.train_files has {len(self.tasks)}: resume with the same files"
+                f"the checkpoint is {self.position} rows into an epoch, and data.train_files has {len(self.tasks)}: "
+                "resume with the same files"
             )
         self.order = list(range(len(self.tasks)))
         if self.cfg.shuffle:  # a function of (seed, epoch) alone

@@ -358,8 +358,8 @@ BUGS = [
     Bug(
         "rejection by the sum of a sequence",
         "loss.py",
-        "ratio[t.loss_mask].mean()",
-        "ratio[t.loss_mask].sum()",
+        "gap[t.loss_mask].mean()",
+        "gap[t.loss_mask].sum()",
         "test_loss.py::test_rejected_tokens_and_sequences_leave_the_mask",
     ),
     Bug(
@@ -667,8 +667,8 @@ BUGS = [
     Bug(
         "another learning rate passes for the same run",
         "checkpoint.py",
-        'if new["actor"]["lr_scheduler_type"] != "constant":',
-        "if False:",
+        'lr_goes_by_steps = config.actor.lr_scheduler_type != "constant"',
+        "lr_goes_by_steps = False",
         "test_checkpoint.py::test_more_steps_are_another_run_when_the_learning_rate_goes_by_them",
     ),
     Bug(
@@ -750,8 +750,8 @@ BUGS = [
     ),
     Bug(
         "budget not shared by turns",
-        "agent.py",
-        "data.max_response_length - len(tokens) + len(self.prompt_of(tokens))",
+        "policy.py",
+        "data.max_response_length - used",
         "data.max_response_length",
         "test_agent.py::test_budget_is_shared_by_turns_and_observations",
     ),
@@ -764,8 +764,8 @@ BUGS = [
     ),
     Bug(
         "branches share a seed",
-        "agent.py",
-        "session_seed(self.seed, self.calls[tuple(tokens)], *tokens[len(first) :])",
+        "policy.py",
+        "session_seed(self.seed, self.calls[tuple(tokens)], *behind_prompt)",
         "session_seed(self.seed, 1)",
         "test_agent.py::test_first_turns_seed_is_the_sessions_and_branches_have_their_own_in_any_order",
     ),
@@ -800,8 +800,8 @@ BUGS = [
     Bug(
         "score that failed is 0",
         "reward.py",
-        "trajectory.error = math.nan, {}, None",
-        "trajectory.error = 0.0, {}, None",
+        "trajectory.score = math.nan",
+        "trajectory.score = 0.0",
         "test_reward.py::test_scorer",
     ),
     Bug(
@@ -834,7 +834,7 @@ BUGS = [
     ),
     Bug(
         "sum of bits over the first part only",
-        "fast/copies.py",
+        "sync_weights.py",
         "batches(parts, torch.Tensor.numel)]",
         "[parts[:1]]]",
         "test_sync_weights.py::test_sum_of_bits_is_of_the_whole_tensor",
@@ -905,7 +905,7 @@ BUGS = [
     Bug(
         "trace: other ranks' entropy lost",
         "look/trace.py",
-        "gather([{key: values.cpu() for key, values in actor.entropies.items() if key in traced}])",
+        "gather([own])",
         "[]",
         "test_show.py::test_trace_has_every_number_of_a_step[two_ranks]",
     ),

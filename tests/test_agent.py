@@ -7,7 +7,16 @@ from types import SimpleNamespace
 import pytest
 from conftest import launch, read_metrics
 
-from agent import AgentConfig, agent_prompt, agent_tools, check_agents, find_agent, single_turn_agent, tool_agent
+from agent import (
+    AGENTS,
+    AgentConfig,
+    agent_prompt,
+    agent_tools,
+    check_agents,
+    find_agent,
+    single_turn_agent,
+    tool_agent,
+)
 from batch import Task
 from data import DataConfig
 from policy import BudgetUsed, Policy, PromptTooLong, Reply, session_seed
@@ -75,7 +84,8 @@ def make_tokenizer(template: str):
 class ScriptedEngine:
     """Says what it was told to, an end token behind each turn, cut to max_tokens; keeps what it was asked."""
 
-    def __init__(self, template, turns, agent=AgentConfig(), **data):
+    def __init__(self, template, turns, agent=None, **data):
+        agent = agent or AgentConfig()
         self.tokenizer, self.turns, self.asked = make_tokenizer(template), list(turns), []
         self.cfg = SimpleNamespace(
             data=DataConfig(**{"max_prompt_length": 1000, "max_response_length": 1000} | data), agent=agent
@@ -750,6 +760,17 @@ def test_users_agent_is_for_rows_that_name_none(mischief):
     assert agent_tools(Task("?", "exact", ""), AgentConfig(custom_path=f"{mischief}:mine")) == [
         tool_schema("calculator")
     ]
+
+
+def test_an_agent_says_itself_that_it_uses_tools(monkeypatch):
+    async def asks(task, policy, cfg): ...
+
+    asks.uses_tools = True
+    monkeypatch.setitem(AGENTS, "asks", asks)
+    task = Task("?", "exact", "", agent_name="asks")
+    assert agent_tools(task, AgentConfig()) == [tool_schema("calculator")]
+    del asks.uses_tools
+    assert agent_tools(task, AgentConfig()) is None
 
 
 def test_example_in_the_docs_of_an_agent_of_ones_own_keeps_its_outputs():

@@ -248,7 +248,9 @@ def test_bad_knobs(knobs, says):
 
 
 def test_render(tokenizer):
-    ids = lambda text: [tokenizer.convert_tokens_to_ids(w) for w in text.split()]
+    def ids(text):
+        return [tokenizer.convert_tokens_to_ids(w) for w in text.split()]
+
     assert render("1 + 2", tokenizer) == ids("<bos> 1 + 2")
     assert render(CHAT, tokenizer) == ids("user 1 + 2 assistant"), "a template writes its own special tokens"
     assert render(CHAT, tokenizer) == tokenizer.apply_chat_template(
@@ -355,7 +357,10 @@ def test_an_epoch_of_whole_batches_hands_out_every_row():
 
 def test_filter_counts_what_an_agent_makes_of_the_prompt(tokenizer):
     tasks, cfg = [Task("1 2", "exact", 0, index=0), Task(CHAT, "exact", 0, index=1)], DataConfig(max_prompt_length=5)
-    longer = lambda task: ([{"role": "system", "content": "1"}, *CHAT] if task.index else "1 2 3 4", None)
+
+    def longer(task):
+        return ([{"role": "system", "content": "1"}, *CHAT] if task.index else "1 2 3 4"), None
+
     assert (
         filter_overlong(tasks, tokenizer, cfg) == tasks and filter_overlong(tasks, tokenizer, cfg, longer) == tasks[:1]
     )
@@ -378,7 +383,9 @@ def test_file_order_without_shuffle():
 
 
 def test_order_depends_on_seed_alone():
-    make = lambda seed: draw(TaskStream(tasks_of(50), DataConfig(train_batch_size=10), seed), 12)
+    def make(seed):
+        return draw(TaskStream(tasks_of(50), DataConfig(train_batch_size=10), seed), 12)
+
     assert make(1) == make(1) != make(2)
     assert make(0)[0] == [10, 17, 27, 34, 23, 6, 7, 33, 12, 46], "the order of published runs must not change"
 
