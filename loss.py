@@ -2,20 +2,25 @@
 
 A loss returns per-token values, never a mean: `(logprobs [T], old_logprobs [T], advantages [T], mask [T], seq_ids [T],
 cfg) -> (loss [T], {metric: [T]})`. Clipping, KL, correction and aggregation stay orthogonal. To add one, write the
-function and put it into LOSSES. Denominators are those of the whole mini-batch over all ranks, so the gradient does not
-depend on how the mini-batch is cut.
+function and put it into LOSSES; with `@facts(clips_much=True)` no alarm is raised when it clips many tokens.
+Denominators are those of the whole mini-batch over all ranks, so the gradient does not depend on how the mini-batch is
+cut.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from batch import Batch, Trajectory, flat
+from host.lookup import check_bounds, unknown
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+PerToken = tuple[Tensor, dict[str, Tensor]]  # loss [T], {metric: [T]}
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class LossConfig:
     kl_loss_coef: float = 0.001
     """Weight of the KL loss."""
     kl_loss_type: str = "low_var_kl"
-    """k1 | k2 | k3 (= low_var_kl) | abs; with a + (k1+, k3+, ...) the value is the estimator's and the gradient k2's."""
+    """k1 | k2 | k3 (= low_var_kl) | abs; with a + (k1+, k3+, ...) the value is the estimator's, the gradient k2's."""
     bypass_mode: bool = False
     """Take vLLM's log-probs as the old ones instead of scoring the batch with the actor before the first update."""
     tau_pos: float = 1.0
@@ -49,77 +54,99 @@ class LossConfig:
     tau_neg: float = 1.05
     """sapo's temperature for the others."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Correct for the difference between vLLM and the actor: weight the loss with exp(old - rollout), a token's own or its sequence's."""
+    """Weight the loss with exp(old - rollout), a token's or its sequence's: corrects for vLLM not being the actor."""
     rollout_is_threshold: float = 2.0
     """Truncate the correction's weights here (TIS)."""
     rollout_rs: Literal["none", "token", "sequence"] = "none"
-    """Leave out tokens (IcePop) or whole sequences (MIS) whose exp(old - rollout), for a sequence of the mean, is out of bounds."""
+    """Leave out tokens (IcePop), or sequences by their mean (MIS), where exp(old - rollout) is out of bounds."""
     rollout_rs_threshold_low: float = 0.5
     """Smallest pi_actor / pi_vLLM that rollout_rs keeps."""
     rollout_rs_threshold_high: float = 2.0
     """Largest pi_actor / pi_vLLM that rollout_rs keeps."""
 
-    def __post_init__(self):
-        if self.kl_loss_type.removesuffix("+") not in KL_ESTIMATORS:
-            raise ValueError(
-                f"loss.kl_loss_type={self.kl_loss_type} is not known; known: {', '.join(KL_ESTIMATORS)}, each also with a +"
-            )
+    def __post_init__(self) -> None:
+        kl_types = (*KL_ESTIMATORS, *(f"{kind}+" for kind in KL_ESTIMATORS))
+        if self.kl_loss_type not in kl_types:
+            raise unknown("loss.kl_loss_type", self.kl_loss_type, kl_types)
         if self.loss_agg_mode not in AGGREGATIONS:
-            raise ValueError(f"loss.loss_agg_mode={self.loss_agg_mode} is not known; known: {', '.join(AGGREGATIONS)}")
-        if self.clip_ratio_c <= 1:
-            raise ValueError(f"loss.clip_ratio_c={self.clip_ratio_c} must be above 1")
-        if self.rollout_is_threshold <= 0:
-            raise ValueError(f"loss.rollout_is_threshold={self.rollout_is_threshold} must be positive")
-        if not 0 <= self.rollout_rs_threshold_low < self.rollout_rs_threshold_high:
+            raise unknown("loss.loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
+        check_bounds(
+            "loss",
+            self,
+            loss_scale_factor="(0, inf)",
+            clip_ratio="[0, 1]" if self.clip_ratio_low is None else "[0, inf]",
+            clip_ratio_low="[0, 1]",
+            clip_ratio_high="[0, inf]",
+            clip_ratio_c="(1, inf]",
+            tau_pos="(0, inf)",
+            tau_neg="(0, inf)",
+            rollout_is_threshold="(0, inf]",
+            rollout_rs_threshold_low="[0, inf)",
+            rollout_rs_threshold_high="(0, inf]",
+        )
+        if self.rollout_rs_threshold_low >= self.rollout_rs_threshold_high:
             raise ValueError(
-                f"loss.rollout_rs_threshold_low={self.rollout_rs_threshold_low} must be below loss.rollout_rs_threshold_high={self.rollout_rs_threshold_high} and not negative"
+                f"loss.rollout_rs_threshold_low={self.rollout_rs_threshold_low} must be below "
+                f"loss.rollout_rs_threshold_high={self.rollout_rs_threshold_high}"
             )
-        if self.tau_pos <= 0 or self.tau_neg <= 0:
-            raise ValueError(f"loss.tau_pos={self.tau_pos} and loss.tau_neg={self.tau_neg} must be positive")
-        if self.loss_scale_factor is not None and self.loss_scale_factor <= 0:
-            raise ValueError(f"loss.loss_scale_factor={self.loss_scale_factor} must be positive")
-        low, high = self.clip_range
-        if not 0 <= low <= 1 or high < 0:
-            raise ValueError(f"loss.clip_ratio_low={low} must be in 0..1 and loss.clip_ratio_high={high} not negative")
 
     @property
     def clip_range(self) -> tuple[float, float]:
         """(low, high): the ratio is kept in [1 - low, 1 + high]."""
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-        return low, self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return low, high
 
 
 @dataclass(frozen=True)
 class Totals:
     """What a loss is divided by: counts over the whole mini-batch, on all ranks."""
 
-    tokens: int  # 1-tokens
+    tokens: int  # those that count
     seqs: int  # trajectories with at least one
 
 
 def count_totals(trajectories: list[Trajectory]) -> Totals:
+    """The totals of a mini-batch."""
     counts = [int(t.loss_mask.sum()) for t in trajectories]
     return Totals(tokens=sum(counts), seqs=sum(count > 0 for count in counts))
 
 
-def vanilla(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
-    """PPO's clipped surrogate (arXiv:1707.06347) with separate clips (DAPO, arXiv:2503.14476) and the dual clip (arXiv:1912.09729)."""
+def facts(**values: Any) -> Callable[[Callable], Callable]:
+    """Set attributes of a loss or an estimator, for what other files ask of it; without one the default holds."""
+
+    def set_on(function: Callable) -> Callable:
+        for name, value in values.items():
+            setattr(function, name, value)
+        return function
+
+    return set_on
+
+
+def vanilla(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
+    """PPO's clipped surrogate (arXiv:1707.06347) with separate clips (DAPO, arXiv:2503.14476) and the dual clip.
+
+    Dual clip: arXiv:1912.09729.
+    """
     return clipped_surrogate(log_ratio(logprobs, old_logprobs, mask).exp(), advantages, cfg, cfg.clip_ratio_c)
 
 
-def gspo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
-    """The sequence's ratio, the geometric mean of its tokens', in place of each token's (Zheng et al. 2025, arXiv:2507.18071)."""
+@facts(clips_much=True)  # its clip range is narrow
+def gspo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
+    """The sequence's ratio, the geometric mean of its tokens', in place of each token's (Zheng et al. 2025).
+
+    arXiv:2507.18071. The ratio's value is the sequence's, its gradient the token's.
+    """
     log_ratios = seq_mean(log_ratio(logprobs, old_logprobs, mask), mask, seq_ids).detach()
-    ratio = (
-        (log_ratios + logprobs - logprobs.detach()).clamp(max=10).exp()
-    )  # [T] its value is the sequence's, its gradient the token's
+    ratio = (log_ratios + logprobs - logprobs.detach()).clamp(max=10).exp()  # [T]
     return clipped_surrogate(ratio, advantages, cfg, None)
 
 
-def clipped_surrogate(ratio, advantages, cfg, dual_clip):
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, cfg: LossConfig, dual_clip: float | None) -> PerToken:
     """max(-A r, -A clip(r)), for A < 0 at most -A * dual_clip when there is one."""
     low, high = cfg.clip_range
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     loss = torch.maximum(plain, clipped)
     metrics = {"actor/pg_clipfrac": clipped > plain, "actor/ratio": ratio.detach()}
     if dual_clip is None:
@@ -128,28 +155,34 @@ def clipped_surrogate(ratio, advantages, cfg, dual_clip):
     return torch.where(dual, -advantages * dual_clip, loss), metrics | {"actor/pg_clipfrac_lower": dual}
 
 
-def cispo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
-    """REINFORCE weighted with the clipped ratio, which has no gradient: no token loses its own (MiniMax-M1 2025, arXiv:2506.13585)."""
+def cispo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
+    """REINFORCE weighted with the clipped ratio, which has no gradient: no token loses its own (MiniMax-M1 2025).
+
+    arXiv:2506.13585.
+    """
     low, high = cfg.clip_range
     ratio = log_ratio(logprobs, old_logprobs, mask).exp().detach()
     clipped = ratio.clamp(1 - low, 1 + high)
     return -clipped * advantages * logprobs, {"actor/pg_clipfrac": clipped != ratio, "actor/ratio": ratio}
 
 
-def gpg(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
+def gpg(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
     """Plain policy gradient (Chu et al. 2025, arXiv:2504.02546)."""
     return -advantages * logprobs, {}
 
 
-def sapo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
+def sapo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
     """A smooth gate in place of the clip (Gao et al. 2025, arXiv:2511.20347)."""
     ratio = log_ratio(logprobs, old_logprobs, mask).exp()
     tau = torch.where(advantages > 0, cfg.tau_pos, cfg.tau_neg)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, {"actor/ratio": ratio.detach()}
 
 
-def geo_mean(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
-    """GMPO: the sequence's geometric mean of ratios that are clipped, in logs, on the side that the advantage would push (Zhao et al. 2025, arXiv:2507.20673)."""
+def geo_mean(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
+    """GMPO: the sequence's geometric mean of its clipped ratios (Zhao et al. 2025, arXiv:2507.20673).
+
+    They are clipped in logs, on the side to which the advantage pushes.
+    """
     low, high = cfg.clip_range
     d = log_ratio(logprobs, old_logprobs, mask)
     clipped = torch.where(advantages > 0, d.clamp(max=high), d.clamp(min=-low))
@@ -157,19 +190,20 @@ def geo_mean(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
     return -advantages * ratio, {"actor/pg_clipfrac": clipped != d, "actor/ratio": ratio.detach()}
 
 
-def dppo_tv(logprobs, old_logprobs, advantages, mask, seq_ids, cfg):
-    """REINFORCE with the truncated ratio, where the token's probability moved no further than the clip allows (Qi et al. 2026, arXiv:2602.04879)."""
+def dppo_tv(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
+    """REINFORCE with the truncated ratio, where the token's probability moved no further than the clip allows.
+
+    Qi et al. 2026, arXiv:2602.04879.
+    """
     low, high = cfg.clip_range
     moved = (logprobs.exp() - old_logprobs.exp()).detach()
     inside = torch.where(advantages > 0, moved <= high, moved >= -low)
     ratio = log_ratio(logprobs, old_logprobs, mask).exp().clamp(max=cfg.clip_ratio_c).detach()
-    return torch.where(inside, -advantages * ratio * logprobs, 0.0), {
-        "actor/pg_clipfrac": ~inside,
-        "actor/ratio": ratio,
-    }
+    loss = torch.where(inside, -advantages * ratio * logprobs, 0.0)
+    return loss, {"actor/pg_clipfrac": ~inside, "actor/ratio": ratio}
 
 
-def seq_mean(values, mask, seq_ids):
+def seq_mean(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
     """[T]: each token's sequence's mean of values over the mask."""
     num_seqs = int(seq_ids[-1]) + 1
     sums = values.new_zeros(num_seqs).index_add(0, seq_ids, torch.where(mask, values, 0.0))  # [S]
@@ -177,28 +211,38 @@ def seq_mean(values, mask, seq_ids):
     return (sums / counts.clamp(min=1))[seq_ids]
 
 
-def log_ratio(logprobs, old_logprobs, mask):
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log(pi / pi_old) [T], 0 at masked positions whatever they hold, clamped to +-20."""
     return (torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs, 0.0)).clamp(-20, 20)
 
 
-def kl_divergence(logprobs, ref_logprobs, kind: str):
-    """Per-token estimate of KL(policy, reference) from tokens that the policy sampled (Schulman, "Approximating KL divergence", 2020).
+def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Per-token estimate of KL(policy, reference) from tokens that the policy sampled.
 
-    With a "+" the value is the estimator's and the gradient is k2's, whose expectation is the true KL gradient.
+    Schulman, "Approximating KL divergence", 2020. With a "+" the value is the estimator's and the gradient is k2's,
+    whose expectation is the true KL gradient.
     """
     d = (ref_logprobs - logprobs).clamp(-20, 20)
     base = kind.removesuffix("+")
-    value = {"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: d.exp() - d - 1, "abs": lambda: d.abs()}[
-        "k3" if base == "low_var_kl" else base
-    ]()
+    if base == "k1":
+        value = -d
+    elif base == "k2":
+        value = d.square() / 2
+    elif base in ("k3", "low_var_kl"):
+        value = d.exp() - d - 1
+    elif base == "abs":
+        value = d.abs()
+    else:
+        raise unknown("KL estimator", kind, KL_ESTIMATORS)
     if kind.endswith("+"):
         with_gradient = d.square() / 2
         value = with_gradient + (value - with_gradient).detach()
     return value
 
 
-def correction_weights(old_logprobs, rollout_logprobs, mask, seq_ids, cfg: LossConfig):
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, seq_ids: Tensor, cfg: LossConfig
+) -> Tensor:
     """exp(old - rollout) [T], a token's own or its sequence's product, truncated, without gradient.
 
     TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
@@ -210,22 +254,25 @@ def correction_weights(old_logprobs, rollout_logprobs, mask, seq_ids, cfg: LossC
 
 
 def reject_mismatched(trajectories: list[Trajectory], cfg: LossConfig) -> dict[str, float]:
-    """Take out of loss_mask the tokens, or sequences, whose pi_actor / pi_vLLM is out of bounds (IcePop; MIS, Liu et al. 2025). Returns metrics."""
+    """Take the tokens, or sequences, whose pi_actor / pi_vLLM is out of bounds out of loss_mask; return metrics.
+
+    IcePop for tokens; MIS (Liu et al. 2025) for sequences.
+    """
     if cfg.rollout_rs == "none":
         return {}
     before = sum(int(t.loss_mask.sum()) for t in trajectories)
     rollout = flat([t.rollout_logprobs for t in trajectories], np.float32).split([len(t.tokens) for t in trajectories])
     for t, rollout_logprobs in zip(trajectories, rollout):
-        ratio = log_ratio(t.old_logprobs, rollout_logprobs, t.loss_mask)  # [L] in logs
+        gap = log_ratio(t.old_logprobs, rollout_logprobs, t.loss_mask)  # [L]
         if cfg.rollout_rs == "sequence" and t.loss_mask.any():
-            ratio = ratio[t.loss_mask].mean()
-        ratio = ratio.exp()
+            gap = gap[t.loss_mask].mean()  # []
+        ratio = gap.exp()
         t.loss_mask = t.loss_mask & (ratio >= cfg.rollout_rs_threshold_low) & (ratio <= cfg.rollout_rs_threshold_high)
     kept = sum(int(t.loss_mask.sum()) for t in trajectories)
     return {"correction/rejected_frac": 1 - kept / max(before, 1)}
 
 
-def aggregation_weights(mask, seq_ids, num_seqs: int, totals: Totals, cfg: LossConfig):
+def aggregation_weights(mask: Tensor, seq_ids: Tensor, num_seqs: int, totals: Totals, cfg: LossConfig) -> Tensor:
     """[T]: what each token's loss is multiplied by, so that the sum over a mini-batch is its aggregated loss."""
     if cfg.loss_agg_mode == "token-mean":
         weight = mask / max(totals.tokens, 1)
@@ -238,7 +285,9 @@ def aggregation_weights(mask, seq_ids, num_seqs: int, totals: Totals, cfg: LossC
     return weight
 
 
-def policy_loss(batch: Batch, logprobs, entropy, cfg: LossConfig, totals: Totals):
+def policy_loss(
+    batch: Batch, logprobs: Tensor, entropy: Tensor, cfg: LossConfig, totals: Totals
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """This micro-batch's share of the mini-batch's loss (a scalar with gradient), and `{metric: (sum, count)}`.
 
     logprobs and entropy [T] are the actor's now. Values at masked positions are never looked at. A batch without
@@ -247,7 +296,7 @@ def policy_loss(batch: Batch, logprobs, entropy, cfg: LossConfig, totals: Totals
     mask = batch.loss_mask
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
-    def keep(x):
+    def keep(x: Tensor) -> Tensor:
         return torch.where(mask, x, 0.0)
 
     weights = aggregation_weights(mask, batch.seq_ids, batch.num_seqs, totals, cfg)
@@ -266,10 +315,11 @@ def policy_loss(batch: Batch, logprobs, entropy, cfg: LossConfig, totals: Totals
         total = total + cfg.kl_loss_coef * kl
         shares["actor/kl_loss"] = (keep(kl.detach()) * weights).sum()
     total = (keep(total) * weights).sum()
+    shares["actor/loss"] = total.detach()
     count = mask.sum()
-    sums = {name: (keep(value.float()).sum(), count) for name, value in metrics.items()}
     portion = count / max(totals.tokens, 1)  # adds up to 1 over the mini-batch
-    sums |= {name: (value, portion) for name, value in (shares | {"actor/loss": total.detach()}).items()}
+    sums = {name: (keep(value.float()).sum(), count) for name, value in metrics.items()}
+    sums |= {name: (share, portion) for name, share in shares.items()}
     return total, sums
 
 

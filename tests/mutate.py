@@ -964,7 +964,7 @@ BUGS = [
 def copy_repository(folder: Path) -> None:
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(path, folder)
-    for name in ("tests", "configs"):
+    for name in ("tests", "configs", "fast", "look", "tasks", "host"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 

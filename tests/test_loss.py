@@ -562,13 +562,20 @@ def test_without_old_logprobs_the_correction_is_from_the_current_ones():
 @pytest.mark.parametrize(
     "knobs, message",
     [
-        ({"kl_loss_type": "k9"}, r"loss\.kl_loss_type=k9 is not known; known: k1"),
-        ({"loss_agg_mode": "mean"}, r"loss\.loss_agg_mode=mean is not known; known: token-mean"),
+        ({"kl_loss_type": "k9"}, r"loss\.kl_loss_type='k9' is not known; did you mean k\d\+?\?; known: k1"),
+        ({"loss_agg_mode": "mean"}, r"loss\.loss_agg_mode='mean' is not known.*; known: token-mean"),
+        ({"clip_ratio": 1.5}, r"loss\.clip_ratio=1\.5"),
         ({"clip_ratio_c": 1.0}, r"loss\.clip_ratio_c=1\.0"),
         ({"rollout_is_threshold": 0.0}, r"loss\.rollout_is_threshold=0\.0"),
         ({"clip_ratio_low": 1.5}, r"loss\.clip_ratio_low=1\.5"),
         ({"clip_ratio_high": -0.1}, r"loss\.clip_ratio_high=-0\.1"),
         ({"loss_scale_factor": 0.0}, r"loss\.loss_scale_factor=0\.0"),
+        ({"tau_neg": 0.0}, r"loss\.tau_neg=0\.0"),
+        ({"rollout_rs_threshold_low": -0.5}, r"loss\.rollout_rs_threshold_low=-0\.5"),
+        (
+            {"rollout_rs_threshold_low": 2.0},
+            r"loss\.rollout_rs_threshold_low=2\.0 must be below loss\.rollout_rs_threshold_high=2\.0",
+        ),
     ],
 )
 def test_a_knob_that_makes_no_sense_is_named(knobs, message):
