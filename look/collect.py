@@ -1,11 +1,14 @@
 """What docs/runs keeps of runs that differ in their seed: `python -m look.collect RUN... OUT`.
 
-Writes OUT.jsonl, a line for each seed and step, and OUT.yaml: the runs' commit and what they set otherwise than configs/smollm2_arith.yaml does.
+Writes OUT.jsonl, a line for each seed and step, and OUT.yaml: the runs' commit and what they set otherwise than
+configs/smollm2_arith.yaml does.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,60 +27,57 @@ OF_THE_RUN = {
     "log.experiment_name",
     "log.default_local_dir",
     "trainer.seed",
-    "reward.num_workers",
-}  # the last is as many as the machine has cores, at most 4
+    "reward.num_workers",  # as many as the machine has cores, at most 4
+}
 
 
-def kept(record: dict, seed: int) -> dict:
-    numbers = {name: value for name, value in record.items() if name in METRICS or name.startswith("val/")}
-    return {"seed": seed, "step": record["step"]} | {
-        name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in numbers.items()
-    }
+def kept(record: dict, seed: int) -> dict[str, Any]:
+    """METRICS and validation's of one record, in five significant digits."""
+    line = {"seed": seed, "step": record["step"]}
+    for name, value in record.items():
+        if name in METRICS or name.startswith("val/"):
+            line[name] = float(f"{value:.5g}") if isinstance(value, float) else value
+    return line
 
 
-def knobs(tree: dict) -> dict:
+def knobs(tree: dict) -> dict[str, Any]:
+    """{group.knob: value} of a configuration's tree."""
     return {f"{group}.{knob}": value for group, values in tree.items() for knob, value in values.items()}
 
 
-def differences(settings: dict) -> dict:
-    """The run's knobs that are not what this checkout makes of the config file; a model's folder is named by its published name."""
-    import dataclasses
+def differences(settings: dict[str, Any]) -> dict[str, Any]:
+    """The run's knobs that are not what this checkout makes of the config file.
 
+    A model's folder is named by its published name.
+    """
     from config import load_config
 
-    usual = knobs(
-        json.loads(
-            json.dumps(dataclasses.asdict(load_config(["--config", str(ROOT / "configs" / "smollm2_arith.yaml")])))
-        )
-    )
-    model = {"actor.path": usual["actor.path"]} if settings["actor.path"].endswith("/smollm2") else {}
-    return {
-        name: value
-        for name, value in (settings | model).items()
-        if name not in OF_THE_RUN and (name not in usual or usual[name] != value)
-    }
+    cfg = load_config(["--config", str(ROOT / "configs" / "smollm2_arith.yaml")])
+    usual = knobs(json.loads(json.dumps(dataclasses.asdict(cfg))))  # tuples are lists, as in the run's file
+    if settings["actor.path"].endswith("/smollm2"):
+        settings = settings | {"actor.path": usual["actor.path"]}
+    changed = {name: value for name, value in settings.items() if name not in usual or usual[name] != value}
+    return {name: value for name, value in changed.items() if name not in OF_THE_RUN}
 
 
 def main(runs: list[Path], out: Path) -> None:
+    """ValueError when the runs differ in more than their seed."""
     lines, changes, commits = [], [], set()
     for run in runs:
         text = (run / "config.yaml").read_text()
         settings = knobs(yaml.safe_load(text))
         commits.add(text.splitlines()[0])
         changes.append(differences(settings))
-        lines += [
-            kept(json.loads(line), settings["trainer.seed"])
-            for line in (run / "metrics.jsonl").read_text().splitlines()
-        ]
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines += [kept(record, settings["trainer.seed"]) for record in records]
     if len(commits) > 1 or any(change != changes[0] for change in changes):
-        raise ValueError(
-            f"RUN {[str(run) for run in runs]} must differ in nothing but their seed: {commits}, {changes}"
-        )
+        names = [str(run) for run in runs]
+        raise ValueError(f"RUN {names} must differ in nothing but their seed: {commits}, {changes}")
     lines.sort(key=lambda line: (line["seed"], line["step"]))
     out.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    out.with_suffix(".yaml").write_text(
-        f"{commits.pop()}\n# otherwise than configs/smollm2_arith.yaml:\n{yaml.safe_dump(changes[0], sort_keys=False)}"
-    )
+    settings_text = yaml.safe_dump(changes[0], sort_keys=False)
+    heading = f"{commits.pop()}\n# otherwise than configs/smollm2_arith.yaml:\n"
+    out.with_suffix(".yaml").write_text(heading + settings_text)
 
 
 if __name__ == "__main__":

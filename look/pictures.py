@@ -1,7 +1,8 @@
-"""The README's pictures, from the curves in docs/runs and from a run's page: `python -m look.pictures [--page RUN]` (pip install matplotlib).
+"""The README's pictures, from the curves in docs/runs and from a run's page: `python -m look.pictures [--page RUN]`.
 
-Curves are metrics.jsonl of published runs, of three seeds where the name says so; trl_arith.json is TRL's on the same work. --page also
-photographs show.py's page of a run, in headless Chromium.
+Curves are metrics.jsonl of published runs, of three seeds where the name says so; trl_arith.json is TRL's on the same
+work. --page also photographs the page that `python -m look` makes of a run, in headless Chromium. Needs `pip install
+matplotlib`, and selenium for --page.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
@@ -33,25 +35,33 @@ plt.rcParams |= {
 
 
 def curve(name: str) -> list[dict]:
+    """The records of a published run."""
     return [json.loads(line) for line in (DOCS / "runs" / name).read_text().splitlines()]
 
 
-def column(records: list[dict], name: str) -> tuple[list, list]:
+def trls_curve() -> list[dict]:
+    """TRL's steps on the sums."""
+    return json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"]
+
+
+def column(records: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """A metric where it is known: (steps, values)."""
     rows = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     return [step for step, _ in rows], [value for _, value in rows]
 
 
 def finish(axes, name: str, x: str, y: str) -> None:
+    """Name the axes, and write the picture."""
     axes.set(xlabel=x, ylabel=y)
     axes.legend(frameon=False, loc="lower right")
-    unsigned = (
-        {"Date": None} if name.endswith(".svg") else {"Software": None}
-    )  # so that the same curves give the same bytes
+    # Without them the same curves give the same bytes.
+    unsigned = {"Date": None} if name.endswith(".svg") else {"Software": None}
     axes.figure.savefig(DOCS / "pictures" / name, bbox_inches="tight", facecolor="white", metadata=unsigned, dpi=150)
     plt.close(axes.figure)
 
 
 def quickstart() -> None:
+    """Reward and validation of the quickstart on a CPU."""
     records = curve("quickstart_cpu.jsonl")
     _, axes = plt.subplots(figsize=(6.4, 2.8))
     steps, rewards = column(records, "reward/mean")
@@ -70,28 +80,18 @@ def quickstart() -> None:
         label="256 unseen sums (standard error)",
     )
     axes.set_ylim(0, 1.02)
-    finish(axes, "tasks.quickstart.svg", "step", "share right")
+    finish(axes, "quickstart.svg", "step", "share right")
 
 
 def smollm2() -> None:
-    ours, theirs = (
-        curve("smollm2_arith_h200.jsonl"),
-        json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"],
-    )
+    """Rewards over seconds, Lockstep's and TRL's."""
+    ours, theirs = curve("smollm2_arith_h200.jsonl"), trls_curve()
     _, axes = plt.subplots(figsize=(6.4, 2.8))
-    seconds, total = [], 0.0
     trained = [r for r in ours if "reward/mean" in r]
-    for r in trained:
-        total += r["timing_s/step"]
-        seconds.append(total)
+    seconds = list(accumulate(r["timing_s/step"] for r in trained))
     axes.plot(seconds, [r["reward/mean"] for r in trained], color=BLUE, linewidth=1.2, label="Lockstep, seed 0")
-    axes.plot(
-        [p["seconds"] for p in theirs],
-        [p["reward"] for p in theirs],
-        color=GREY,
-        linewidth=1.2,
-        label="TRL 1.16.0, seed 0",
-    )
+    seconds, rewards = [p["seconds"] for p in theirs], [p["reward"] for p in theirs]
+    axes.plot(seconds, rewards, color=GREY, linewidth=1.2, label="TRL 1.16.0, seed 0")
     axes.set_ylim(0, 1.02)
     finish(axes, "smollm2_arith.svg", "seconds, 80 steps each", "reward")
 
@@ -103,16 +103,17 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def by_seed(name: str) -> dict[int, list[dict]]:
+    """The records of a published file, by the seed of their run."""
     records = curve(name)
     return {seed: [r for r in records if r["seed"] == seed] for seed in sorted({r["seed"] for r in records})}
 
 
 def band(axes, seeds: dict[int, list[dict]], name: str, label: str) -> None:
     """The mean of the seeds, from the lowest to the highest of them shaded."""
-    of_step = list(zip(*(smoothed(column(records, name)[1]) for records in seeds.values()), strict=True))
-    axes.fill_between(
-        range(len(of_step)), [min(v) for v in of_step], [max(v) for v in of_step], color=BLUE, alpha=0.3, linewidth=0
-    )
+    curves = [smoothed(column(records, name)[1]) for records in seeds.values()]
+    of_step = list(zip(*curves, strict=True))
+    lowest, highest = [min(v) for v in of_step], [max(v) for v in of_step]
+    axes.fill_between(range(len(of_step)), lowest, highest, color=BLUE, alpha=0.3, linewidth=0)
     axes.plot([statistics.mean(v) for v in of_step], color=BLUE, linewidth=1.4, label=label)
 
 
@@ -137,10 +138,8 @@ def validations(axes, seeds: dict[int, list[dict]], source: str, label: str) -> 
 
 
 def arith_seeds() -> None:
-    seeds, theirs = (
-        by_seed("smollm2_arith_3_seeds_h200.jsonl"),
-        json.loads((DOCS / "runs" / "trl_arith.json").read_text())["curve"],
-    )
+    """Rewards and validations of three seeds on sums of two-digit numbers, and TRL's rewards."""
+    seeds, theirs = by_seed("smollm2_arith_3_seeds_h200.jsonl"), trls_curve()
     _, axes = plt.subplots(figsize=(7.2, 3.2))
     band(axes, seeds, "reward/mean", "reward, Lockstep, mean and range of three seeds")
     axes.plot(
@@ -157,7 +156,7 @@ def arith_seeds() -> None:
 
 
 def chain_seeds() -> None:
-    """With the entropy, since the reward rises slowly once it is low."""
+    """Three seeds on chain_sum; with the entropy, since the reward rises slowly once it is low."""
     seeds = by_seed("chain_sum_3_seeds_h200.jsonl")
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)
@@ -211,8 +210,10 @@ def photograph(run: Path) -> None:
             driver.quit()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m look.pictures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--page", type=Path, metavar="RUN", help="photograph this run's page too")
     args = parser.parse_args()
     (DOCS / "pictures").mkdir(exist_ok=True)
@@ -222,3 +223,7 @@ if __name__ == "__main__":
     chain_seeds()
     if args.page:
         photograph(args.page)
+
+
+if __name__ == "__main__":
+    main()

@@ -393,7 +393,7 @@ BUGS = [
     Bug(
         "unscorable trajectories in the loss",
         "advantage.py",
-        "counts = trajectory.score == trajectory.score and",
+        "counts = trajectory.scored and",
         "counts = True and",
         "test_advantage.py::test_set_loss_mask_is_the_response_mask_of_what_has_a_score",
     ),
@@ -434,23 +434,23 @@ BUGS = [
     ),
     Bug(
         "first output stands for the session",
-        "advantage.py",
-        "sorted(g, key=lambda t: t.index)",
-        "sorted(g, key=lambda t: -t.index)",
+        "batch.py",
+        "sorted(group, key=lambda t: t.index)",
+        "sorted(group, key=lambda t: -t.index)",
         "test_advantage.py::test_the_last_output_stands_for_its_session",
     ),
     Bug(
         "overlong penalty: sign",
         "advantage.py",
-        "t.score -= penalties[-1]",
-        "t.score += penalties[-1]",
+        "t.score -= penalty",
+        "t.score += penalty",
         "test_advantage.py::test_overlong_responses_are_punished_by_hand",
     ),
     Bug(
         "complete responses masked as truncated",
         "advantage.py",
-        '== "length")',
-        '!= "length")',
+        'trajectory.finish_reason == "length"',
+        'trajectory.finish_reason != "length"',
         "test_advantage.py::test_truncated_responses_leave_loss_and_baseline_when_asked_to",
     ),
     Bug(
@@ -820,9 +820,16 @@ BUGS = [
     ),
     Bug(
         "skipped steps add up over good ones",
+        "train.py",
+        "state.skipped + 1 if bad else 0",
+        "state.skipped + bad",
+        "test_replay.py::test_steps_whose_gradient_is_not_finite[inf-1]",
+    ),
+    Bug(
+        "only the first of all skipped steps is kept",
         "look/replay.py",
-        "self.skipped + 1 if bad else 0",
-        "self.skipped + bad",
+        "self.was_bad = bad",
+        "self.was_bad = self.was_bad or bad",
         "test_replay.py::test_steps_whose_gradient_is_not_finite[inf-1]",
     ),
     Bug(

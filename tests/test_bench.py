@@ -1,4 +1,4 @@
-"""bench.py: a whole run on a dummy, and its floors against numbers from elsewhere: published parameter counts, torch's own count of FLOP, arithmetic by hand."""
+"""look/bench.py: a whole run on a dummy, and its floors against numbers from elsewhere: published parameter counts, torch's own count of FLOP, arithmetic by hand."""
 
 import json
 import subprocess
@@ -109,13 +109,13 @@ def test_measure_takes_medians_and_sets_them_against_the_floors(tmp_path):
         "floor"
     ] == pytest.approx(work.flops("update_actor") / 790e12)
     assert phases["step"]["floor"] == pytest.approx(gen["floor"] + update["floor"])
-    lines = bench.table(phases, {"Engine": 12.34}, 2).splitlines()
+    lines = bench.table(phases, {"make_engine": 12.34}, 2).splitlines()
     assert (
         lines[2].startswith("gen")
         and "45.5%" in lines[2]
         and "26,214" in lines[2]
         and "52.0" in lines[2]
-        and "Engine 12.3" in lines[-1]
+        and "make_engine 12.3" in lines[-1]
     )
 
 
@@ -138,15 +138,11 @@ def test_dummy_is_a_model_that_loads_with_prompts_of_the_wanted_length(tmp_path)
 
 
 def run_bench(*args, processes=1):
-    command = [
-        str(Path(sys.executable).parent / "accelerate"),
-        "launch",
-        "--num_processes",
-        str(processes),
-        str(ROOT / "bench.py"),
-    ]
+    accelerate = str(Path(sys.executable).parent / "accelerate")
+    command = [accelerate, "launch", "--num_processes", str(processes), "-m", "look.bench"]
     return subprocess.run(
         [*command, "--config", str(ROOT / "configs" / "bench_qwen3_0_6b.yaml"), *args],
+        cwd=ROOT,
         env=launch_environment(),
         capture_output=True,
         text=True,
@@ -195,10 +191,10 @@ def test_two_processes_run_a_dummy_and_rank_0_prints_the_table(tmp_path):
         and metrics["reward/std"] > 0
     )
     assert {"step", "gen", "old_log_prob", "update_actor", "sync", "sleep"} <= set(phases)
-    assert "save_checkpoint" in phases  # asked for on the command line: what bench.py turns off, its user can turn on
+    assert "save_checkpoint" in phases  # asked for on the command line: what look.bench turns off, its user can turn on
     assert phases["update_actor"]["tokens_per_s"] == pytest.approx(8 * 21 / 2 / metrics["timing_s/update_actor"])
     assert sum(phases[p]["share"] for p in ("gen", "old_log_prob", "update_actor", "sync", "sleep")) < 1.01
-    assert {"imports", "Engine", "Actor", "sync_weights"} <= set(report["startup"]) and all(
+    assert {"imports", "make_engine", "Actor", "sync_weights"} <= set(report["startup"]) and all(
         seconds >= 0 for seconds in report["startup"].values()
     )
     assert (
@@ -225,7 +221,7 @@ def test_a_mistake_gets_one_line(flags, message):
 
 GROWTH = """
 import sys
-sys.path[:0] = [{root!r}, {root!r} + "/docs"]
+sys.path[:0] = [{root!r}]
 from look import growth
 from host import rank
 flags = "--rollout.kv-cache-memory-bytes 33554432 --actor.ppo-max-token-len-per-gpu 4096 --actor.log-prob-max-token-len-per-gpu None --data.max-prompt-length 9".split()

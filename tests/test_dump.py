@@ -8,6 +8,7 @@ import pytest
 import torch
 from fakes import make_trajectory
 
+from actor import Update
 from advantage import AlgorithmConfig, compute_advantages, set_loss_mask, set_token_level_rewards
 from host.console import SpeltOut, one_line, printable, traceback_text
 from look.trace import consumed, gather_entropies, pieces, returns, trace_records
@@ -49,12 +50,16 @@ def test_returns_are_what_reinforce_plus_plus_whitens():
 
 def test_consumed_names_every_update_of_several_epochs():
     a, b = make_trajectory(), make_trajectory()  # equal, and not the same
-    plans = [([a, b], [[[1]], [[0]]]), ([b], [[[0]], [[]]]), ([b, a], [[[], [1]], [[0], []]])]
-    assert consumed(a, plans) == [
+    updates = [
+        Update([a, b], [[[1]], [[0]]]),
+        Update([b], [[[0]], [[]]]),
+        Update([b, a], [[[], [1]], [[0], []]]),
+    ]
+    assert consumed(a, updates) == [
         {"update": 0, "micro_batch": 0, "rank": 1},
         {"update": 2, "micro_batch": 1, "rank": 0},
     ]
-    assert consumed(make_trajectory(), plans) == []
+    assert consumed(make_trajectory(), updates) == []
 
 
 def test_only_the_first_groups_are_traced():
@@ -64,7 +69,9 @@ def test_only_the_first_groups_are_traced():
         for i in range(2)
     ]
     actor = SimpleNamespace(
-        entropies={t.key: torch.ones(6) for t in group[:1] + group[2:]}, plans=[(group, [[[0, 1], [2, 3]]])], version=5
+        entropies={t.key: torch.ones(6) for t in group[:1] + group[2:]},
+        updates=[Update(group, [[[0, 1], [2, 3]]])],
+        version=5,
     )
     tokenizer = SimpleNamespace(decode=lambda tokens: "".join(f"<{token}>" for token in tokens))
     gather_entropies(group, 1, actor)

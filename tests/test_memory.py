@@ -1,5 +1,6 @@
-"""memory.py: its formulas against what autograd saves and what is alive, its sums against an H200, and its advice against itself."""
+"""look/memory.py: its formulas against what autograd saves and what is alive, its sums against an H200, and look/advice.py against the sums."""
 
+import functools
 import re
 import types
 import weakref
@@ -15,7 +16,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from config import load_config
 from look import bench, memory
-from look.memory import GIB, Estimate, Shape, change, check_memory, estimate, peak, report
+from look.advice import NUMBERS, change, value_of
+from look.memory import GIB, Estimate, Shape, check_memory, estimate, peak, report
 from model import head_forward, replace_head
 
 H200 = int(139.8 * GIB)
@@ -103,14 +105,13 @@ class Alive(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for storage in [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]:
             if storage._cdata not in self.storages:
-                self.storages[storage._cdata] = weakref.ref(
-                    storage, lambda _, key=storage._cdata, size=storage.nbytes(): self.free(key, size)
-                )
+                forget = functools.partial(self.free, storage._cdata, storage.nbytes())
+                self.storages[storage._cdata] = weakref.ref(storage, forget)
                 self.now += storage.nbytes()
         self.most = max(self.most, self.now)
         return out
 
-    def free(self, key, size):
+    def free(self, key, size, _):
         del self.storages[key]
         self.now -= size
 
@@ -207,7 +208,7 @@ def test_most_that_is_alive_in_a_forward_without_gradient(shape):
 
 
 @pytest.mark.parametrize("num_tokens", [151936, 100000])
-def test_most_that_is_alive_in_the_head(num_tokens, monkeypatch):
+def test_most_that_is_alive_in_the_head(num_tokens):
     """Four chunks of the real size, whose tokens were all sampled, with what the kernels of a GPU make."""
 
     def as_kernel(logits, temperature, num_tokens):
@@ -223,11 +224,8 @@ def test_most_that_is_alive_in_the_head(num_tokens, monkeypatch):
     tokens, sampled, rows, several = now.micro_batch(7064, 64, 151936)
     assert (tokens, sampled, rows, several) == (7064, 7064, 2**28 // 151936, True)
     head = torch.nn.Linear(1024, 151936, bias=False, device="meta", dtype=torch.bfloat16)
-    monkeypatch.setattr(
-        "head.kernels_for",
-        lambda _: types.SimpleNamespace(block_statistics=as_kernel, logit_gradient=lambda logits, *_: logits),
-    )
     replace_head(head, num_tokens, 1.0)
+    head.ops = types.SimpleNamespace(block_statistics=as_kernel, logit_gradient=lambda logits, *_: logits)
     head.targets = torch.zeros(sampled, dtype=torch.int64, device="meta")
     hidden = torch.zeros(1, sampled, 1024, dtype=torch.bfloat16, device="meta")
     with Alive([head.weight]) as forward, torch.no_grad():
@@ -548,15 +546,13 @@ def test_advice_is_true(config, shape, processes, gib, wanted):
     advised = advised.split(", or ")
     assert (
         wanted in ("GPUs", "rollout.free_cache_engine", "ref.param_offload")
-        or f"({wanted}={memory.value_of(cfg, wanted)})" in parts
+        or f"({wanted}={value_of(cfg, wanted)})" in parts
     )
     assert any(wanted in text for text in advised), advised
     for text in advised:
         if found := re.fullmatch(r"lower (\S+) to (\S+)", text):
-            name, value = found[1], type(memory.value_of(cfg, found[1]))(found[2])
-            assert refusal(change(cfg, name, value)) is None and refusal(
-                change(cfg, name, value + memory.NUMBERS[name])
-            )
+            name, value = found[1], type(value_of(cfg, found[1]))(found[2])
+            assert refusal(change(cfg, name, value)) is None and refusal(change(cfg, name, value + NUMBERS[name]))
         elif found := re.fullmatch(r"turn on (\S+)", text):
             assert refusal(change(cfg, found[1], True)) is None
         elif text.startswith("set"):

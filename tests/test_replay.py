@@ -23,12 +23,17 @@ def broken(trajectories, cfg):
     return metrics
 
 train.compute_advantages = broken
-rank.run(lambda: train.train(train.load_config(sys.argv[1:])))
+rank.run(lambda: train.main(sys.argv[1:]))
 """
 
 
+def run_replay(folder) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "look.replay", str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
 def recomputed(folder) -> dict[str, tuple[float, float]]:
-    done = subprocess.run([sys.executable, str(ROOT / "replay.py"), str(folder)], capture_output=True, text=True)
+    done = run_replay(folder)
     assert done.returncode == 0, done.stderr
     return {
         name: (float(then), float(now)) for name, then, now in (line.split() for line in done.stdout.splitlines()[1:])
@@ -86,5 +91,5 @@ def test_steps_whose_gradient_is_not_finite(tiny, tmp_path, value, processes):
 
 
 def test_folder_without_a_dump_is_one_line(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "replay.py"), str(tmp_path)], capture_output=True, text=True)
+    done = run_replay(tmp_path)
     assert done.returncode == 1 and done.stderr == f"error: {tmp_path} holds no dumped mini-batch (found.json)\n"
