@@ -2,6 +2,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from fakes import make_trajectory
 
 from advantage import (
     ESTIMATORS,
-    GROUP_ESTIMATORS,
     AlgorithmConfig,
     compute_advantages,
+    mask_and_punish,
     punish_overlong,
     set_loss_mask,
     set_token_level_rewards,
@@ -24,7 +25,8 @@ from rollout import set_baselines
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())["advantage"]
 CASES = list(GOLDEN["expected_at_last_valid_token"])
 NAN = math.nan
-WITH_BASELINE = sorted(GROUP_ESTIMATORS)  # what is said below of groups holds for these
+# What is said below of groups holds for these.
+WITH_BASELINE = sorted(name for name, f in ESTIMATORS.items() if getattr(f, "by_group", True))
 
 
 def advantages_of(trajectories, estimator="grpo", **knobs):
@@ -120,6 +122,13 @@ def test_equal_scores_teach_exactly_nothing(estimator, score, size, norm):
     assert all((t.advantages[t.loss_mask] != 0).all() for t in learning), "the other group lost its advantage"
     assert metrics["reward/frac_zero_std"] == 0.5
     assert metrics["reward/frac_zero_std_positive"] == (0.5 if score > 0 else 0)
+
+
+def test_a_plain_function_is_an_estimator_that_compares_in_the_group(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, "ones", lambda scores, mask, cfg: mask.double())
+    equal, other = group([0.5, 0.5]), group([1.0, 0.0], uid="b")
+    advantages_of(equal + other, "ones")
+    assert values(equal + other) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("estimator", WITH_BASELINE)
@@ -232,7 +241,7 @@ def test_set_loss_mask_is_the_response_mask_of_what_has_a_score():
 def test_the_score_sits_on_the_last_sampled_token():
     t = make_trajectory(response=(1, 0, 1, 0), score=0.5)
     set_loss_mask([t])
-    assert set_token_level_rewards([t], AlgorithmConfig(), 0.3) == {}
+    assert set_token_level_rewards([t], AlgorithmConfig(), 0.3) == (0.0, {})
     assert t.token_level_rewards.tolist() == [0, 0, 0, 0, 0, 0.5, 0]
     assert t.token_level_rewards.dtype == torch.float64
 
@@ -251,7 +260,7 @@ def test_kl_in_the_reward(kind, kl):
     t = make_trajectory(response=(1, 0, 1), score=2.0, old=[-1.0, 50.0, -1.0], ref=[-0.5, NAN, -2.0])
     unscored = make_trajectory(score=NAN, session_id=1, old=[NAN] * 3, ref=[NAN] * 3)
     set_loss_mask([t, unscored])
-    metrics = set_token_level_rewards(
+    mean, metrics = set_token_level_rewards(
         [t, unscored], AlgorithmConfig(use_kl_in_reward=True, kl_penalty=kind), kl_coef=0.1
     )
     assert t.token_level_rewards.tolist() == pytest.approx([0, 0, 0, -0.1 * kl[0], 0, 2.0 - 0.1 * kl[1]])
@@ -259,15 +268,15 @@ def test_kl_in_the_reward(kind, kl):
     assert metrics == pytest.approx({"reward/kl": sum(kl) / 2, "reward/kl_coef": 0.1}), (
         "the mean over sequences of the masked token mean"
     )
+    assert mean == metrics["reward/kl"]
 
 
 def test_kl_metric_is_a_mean_over_sequences_of_token_means():
     a = make_trajectory(response=(1,), old=[0.0], ref=[-3.0])
     b = make_trajectory(response=(1, 1, 1), session_id=1, old=[0.0] * 3, ref=[-1.0] * 3)
     set_loss_mask([a, b])
-    assert set_token_level_rewards([a, b], AlgorithmConfig(use_kl_in_reward=True), 0.1)["reward/kl"] == pytest.approx(
-        2.0
-    )  # a mean over tokens would be 1.5
+    kl, metrics = set_token_level_rewards([a, b], AlgorithmConfig(use_kl_in_reward=True), 0.1)
+    assert kl == metrics["reward/kl"] == pytest.approx(2.0)  # a mean over tokens would be 1.5
 
 
 def test_kl_in_the_reward_reaches_the_advantage():
@@ -505,6 +514,16 @@ def test_overlong_responses_are_punished_by_hand():
     assert [1 - t.score for t in trajectories[:7]] == pytest.approx(penalties)
     assert math.isnan(trajectories[7].score)
     assert metrics == {"reward/overlong_penalty": pytest.approx((sum(penalties) + 0.5) / 8)}
+
+
+def test_a_step_punishes_and_then_masks():
+    long, unscored = group([1.0, NAN], lengths=[10, 10])
+    cfg = SimpleNamespace(
+        algorithm=AlgorithmConfig(overlong_buffer_len=4), data=SimpleNamespace(max_response_length=10)
+    )
+    assert mask_and_punish([long, unscored], cfg) == {"reward/overlong_penalty": 1.0}
+    assert long.score == 0.0 and long.loss_mask.sum() == 10
+    assert not unscored.loss_mask.any()
 
 
 def test_without_a_buffer_nothing_is_punished():

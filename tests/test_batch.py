@@ -1,12 +1,27 @@
 import random
 import uuid
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from fakes import make_trajectory
 
-from batch import Task, Trajectory, collate, gather, group_by_prompt, pack, prompt_uid, rank_share
+import batch
+from batch import (
+    PER_TOKEN,
+    Task,
+    Trajectory,
+    ceil_div,
+    collate,
+    final_outputs,
+    gather,
+    group_by_prompt,
+    pack,
+    prompt_uid,
+    rank_share,
+    teaches,
+)
 
 
 def test_observe_and_act_write_the_docstrings_example():
@@ -58,7 +73,7 @@ def test_rank_shares_are_the_whole_in_order_and_even(monkeypatch, world_size, si
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
     for rank in range(world_size):
-        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         first, share = rank_share(items)
         assert first == sum(len(s) for s in shares), "where the share starts"
         shares.append(share)
@@ -86,6 +101,34 @@ def test_groups_and_their_members_are_in_order_of_first_appearance():
     uids = ["b", "a", "b", "c", "a", "b"]
     groups = group_by_prompt([make_trajectory(uid=uid, session_id=i) for i, uid in enumerate(uids)])
     assert [[t.session_id for t in group] for group in groups] == [[0, 2, 5], [1, 4], [3]]
+
+
+def test_the_last_output_of_each_session_stands_for_it():
+    outputs = [(1, 0), (0, 2), (1, 1), (0, 0), (2, 0), (0, 1)]  # session, index
+    group = [make_trajectory(session_id=session_id, index=index) for session_id, index in outputs]
+    assert [(t.session_id, t.index) for t in final_outputs(group)] == [(1, 1), (0, 2), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    "scores, yes", [([], False), ([1.0], False), ([0.9] * 3, False), ([0.0, -0.0], False), ([0.9, 0.9, 1.0], True)]
+)
+def test_a_group_teaches_when_its_scores_differ(scores, yes):
+    assert teaches(scores) == yes
+
+
+def test_a_trajectory_is_scored_when_its_score_is_a_number():
+    assert make_trajectory(score=0.0).scored and not make_trajectory(score=float("nan")).scored
+    assert not Trajectory(Task("", "test", "")).scored
+
+
+def test_last_turn_is_what_the_policy_sampled_last():
+    t = make_trajectory(prompt=2, response=(1, 1, 0, 1, 1, 1, 0))
+    assert t.last_turn == [103, 104, 105]
+    assert make_trajectory(prompt=2, response=(1, 1)).last_turn == [100, 101]
+
+
+def test_ceil_div_rounds_up():
+    assert [ceil_div(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
 
 def random_packings():
@@ -217,6 +260,20 @@ def test_collate_leaves_a_field_out_when_one_trajectory_lacks_it(name):
     setattr(trajectories[1], name, None)
     batch = collate(trajectories)
     assert {field for field in fields if getattr(batch, field) is None} == {name}
+
+
+def test_collate_fills_what_a_fork_adds(monkeypatch):
+    """A name in PER_TOKEN and a field of both Trajectory and Batch: nothing else."""
+
+    @dataclass
+    class ForksBatch(batch.Batch):
+        surprises: torch.Tensor | None = None
+
+    monkeypatch.setattr(batch, "Batch", ForksBatch)
+    monkeypatch.setattr(batch, "PER_TOKEN", (*PER_TOKEN, "surprises"))
+    a, b = make_trajectory(prompt=1, response=(1,)), make_trajectory(prompt=1, response=(1,))
+    a.surprises, b.surprises = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.0, 2.0])
+    assert collate([a, b]).surprises.tolist() == [0, 1, 0, 2]
 
 
 def test_collate_without_a_loss_mask_takes_the_response_mask():
