@@ -1,4 +1,4 @@
-"""`python -m look RUN`: see show.py."""
+"""`python -m look RUN`: see look/show.py."""
 
 import sys
 

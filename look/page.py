@@ -1,8 +1,9 @@
 """The page of a run: one HTML file with its curves and a browser of its rollouts, which needs no network.
 
-page.html is the template. The records stay what they are on disk: each file of a step becomes one compressed chunk that the page
-inflates when the step is opened, so that many thousand rollouts cost a file's size and no more. A traced trajectory has a chunk of
-its own. Chunks are base64 in script elements of a type that no browser runs: nothing that a model wrote is part of the markup.
+page.html is the template. The records stay what they are on disk: each file of a step becomes one compressed chunk that
+the page inflates when the step is opened, so that many thousand rollouts cost a file's size and no more. A traced
+trajectory has a chunk of its own. Chunks are base64 in script elements of a type that no browser runs: nothing that a
+model wrote is part of the markup.
 """
 
 import base64
@@ -29,11 +30,12 @@ def write_page(runs: list[Path], out: Path) -> None:
     from plotly.offline import get_plotlyjs
 
     names = run_names(runs)
-    if not out.parent.is_dir() or out.is_dir():
-        raise ValueError(
-            f"--html {out}: " + ("that is a folder" if out.is_dir() else f"there is no folder {out.parent}")
-        )
-    # The page's own scripts carry a nonce that no model can know: were a text ever taken for markup, it still could not run or fetch anything.
+    if out.is_dir():
+        raise ValueError(f"--html {out}: that is a folder")
+    if not out.parent.is_dir():
+        raise ValueError(f"--html {out}: there is no folder {out.parent}")
+    # The page's own scripts carry a nonce that no model can know: were a text ever taken for markup, it still could not
+    # run or fetch anything.
     head, tail = TEMPLATE.read_text().replace("NONCE", secrets.token_hex(16)).split("<!-- CHUNKS -->")
     before, after = tail.split("/* PLOTLY */")
     part = out.with_name(out.name + ".part")
@@ -41,7 +43,9 @@ def write_page(runs: list[Path], out: Path) -> None:
         with open(part, "wb") as file:
             file.write(head.encode())
             chunks = Chunks(file)
-            index = [read_run(path, name, chunks) for name, path in zip(names, runs)]
+            index = []
+            for path, name in zip(runs, names):
+                index.append(add_run(path, name, chunks))
             chunks.add([json.dumps(index, allow_nan=False).encode()], "index")
             file.write(f"{before}{get_plotlyjs()}{after}".encode())
         os.replace(part, out)
@@ -53,14 +57,16 @@ class Chunks:
     """Writes bytes as compressed elements of the page, one after the other and never whole in memory."""
 
     def __init__(self, file: BinaryIO):
-        self.file, self.count = file, 0
+        self.file = file
+        self.count = 0
 
     def add(self, blocks: Iterable[bytes], name: str | None = None) -> str:
         """The id of the element that now has the bytes."""
         self.count += 1
         name = name or f"c{self.count}"
         self.file.write(f'<script type="application/octet-stream" id="{name}">'.encode())
-        squeeze, rest = zlib.compressobj(6, wbits=31), b""
+        squeeze = zlib.compressobj(6, wbits=31)  # gzip
+        rest = b""
         for block in blocks:
             data = rest + squeeze.compress(block)
             whole = len(data) // 3 * 3  # three bytes are four characters
@@ -72,48 +78,68 @@ class Chunks:
 
 def run_names(runs: list[Path]) -> list[str]:
     """A name a run: its folder's, or as much of the path as tells it from the others."""
-    parts = [(path.with_suffix("") if path.suffix == ".jsonl" else path).resolve().parts for path in runs]
     if len({path.resolve() for path in runs}) < len(runs):
         raise ValueError(f"a run is named twice: {', '.join(map(str, runs))}")
-    tail = next(
-        n for n in range(1, 100) if n >= max(map(len, parts), default=1) or len({p[-n:] for p in parts}) == len(parts)
-    )
+    parts = [(path.with_suffix("") if path.suffix == ".jsonl" else path).resolve().parts for path in runs]
+    longest = max(map(len, parts), default=1)
+    tail = 1
+    while tail < longest and len({p[-tail:] for p in parts}) < len(parts):
+        tail += 1
     return ["/".join(p[-tail:]) for p in parts]
 
 
-def read_run(path: Path, name: str, chunks: Chunks) -> dict:
-    """What the page knows of a run at once. The rest goes into chunks, which it names."""
+def add_run(path: Path, name: str, chunks: Chunks) -> dict:
+    """What the page knows of a run at once. The rest goes into chunks, which it names.
+
+    ValueError when path is neither a run's folder nor a file of metrics.
+    """
     if path.is_file():
         return {"name": name, "commit": None, "config": None, "knobs": {}, "metrics": read_metrics(path), "dumps": []}
-    dumps: dict[str, dict] = {}
-    for folder in ("rollouts", "traces"):
-        for file in sorted((path / folder).glob("*.jsonl")):
-            if match := DUMP.fullmatch(file.name):
-                dump = dumps.setdefault(
-                    match[1],
-                    {"name": match[1], "step": int(match[2]), "val": file.name.startswith("val-"), "traces": {}},
-                )
-                if folder == "traces":
-                    dump["traces"] = {trace_key(record, file): chunks.add([line]) for line, record in whole_lines(file)}
-                else:
-                    dump["failed" if match[3] else "rollouts"] = chunks.add(blocks(file))
+    if not path.exists():
+        raise ValueError(f"there is no run {path}")
+    dumps = add_dumps(path, chunks)
     metrics = path / "metrics.jsonl"
     if not dumps and not metrics.exists():
         raise ValueError(
             f"{path} is no run's folder: it has no metrics.jsonl and no rollouts/STEP.jsonl or traces/STEP.jsonl"
-            if path.exists()
-            else f"there is no run {path}"
         )
-    ordered = sorted(dumps.values(), key=lambda dump: (dump["val"], dump["step"]))
     return {
         "name": name,
         **read_config(path / "config.yaml"),
         "metrics": read_metrics(metrics) if metrics.exists() else {},
-        "dumps": ordered,
+        "dumps": dumps,
     }
 
 
-def trace_key(record, file: Path) -> str:
+def add_dumps(path: Path, chunks: Chunks) -> list[dict]:
+    """A run's dumps and traces into chunks; the steps in order, those of training before the validations.
+
+    Of each step {name, step, val, traces: {key: chunk}}, and rollouts and failed: the chunk of a file that is there.
+    """
+    dumps: dict[str, dict] = {}
+    for file in [*sorted((path / "rollouts").glob("*.jsonl")), *sorted((path / "traces").glob("*.jsonl"))]:
+        match = DUMP.fullmatch(file.name)
+        if not match:
+            continue
+        name, step, failed = match.groups()
+        dump = dumps.setdefault(name, {"name": name, "step": int(step), "val": name.startswith("val-"), "traces": {}})
+        if file.parent.name == "traces":
+            dump["traces"] = add_traces(file, chunks)
+        else:
+            dump["failed" if failed else "rollouts"] = chunks.add(blocks(file))
+    return sorted(dumps.values(), key=lambda dump: (dump["val"], dump["step"]))
+
+
+def add_traces(file: Path, chunks: Chunks) -> dict[str, str]:
+    """{key of a trajectory: its chunk} of a file of traces."""
+    traces = {}
+    for line, record in whole_lines(file):
+        key = trace_key(record, file)
+        traces[key] = chunks.add([line])
+    return traces
+
+
+def trace_key(record: object, file: Path) -> str:
     if not isinstance(record, dict) or not isinstance(record.get("key"), str):
         raise ValueError(f"{file} holds a line that is no traced trajectory: {str(record)[:80]!r}")
     return record["key"]
@@ -146,16 +172,14 @@ def read_config(path: Path) -> dict:
     if not path.exists():
         return {"commit": None, "config": None, "knobs": {}}
     text = path.read_text()
+    values = {}
     try:
-        groups = yaml.safe_load(text) or {}
-        knobs = {
-            f"{group}.{knob}": value if isinstance(value, str) else json.dumps(value, default=str)
-            for group, knobs in groups.items()
-            for knob, value in knobs.items()
-        }
+        for group, knobs in (yaml.safe_load(text) or {}).items():
+            for knob, value in knobs.items():
+                values[f"{group}.{knob}"] = value if isinstance(value, str) else json.dumps(value, default=str)
     except (yaml.YAMLError, AttributeError) as error:
         raise ValueError(
             f"{path} is no run's configuration, {{group: {{knob: value}}}}: {' '.join(str(error).split())}"
         ) from error
     commit = re.match(r"# commit (.+)", text)
-    return {"commit": commit and commit[1], "config": text, "knobs": knobs}
+    return {"commit": commit[1] if commit else None, "config": text, "knobs": values}

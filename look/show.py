@@ -1,16 +1,18 @@
 """Look at a run: `python -m look RUN` for where it stands, and
 
-    python -m look RUN --step 12 --group 0 [--tokens]     one prompt group from its uid to the weight update, token by token
+    python -m look RUN --step 12 --group 0 [--tokens]     a prompt group from its uid to the weight update, by token
     python -m look RUN [RUN ...] --html page.html         a page with curves and rollouts, one file, no network
     python -m look RUN --doctor                           what was wrong, in words
 
-It reads the run's files alone, while the run goes on as well. Traces are of the first trainer.trace_groups groups of a step.
+It reads the run's files alone, also while the run still goes on. Traces are of the first trainer.trace_groups groups of
+a step.
 """
 
 import argparse
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -22,356 +24,292 @@ from host.disk import whole_lines
 from look.doctor import diagnose
 from look.page import read_config, read_metrics, write_page
 
-RELEVANT = (  # of the resolved configuration: what a trace can only be understood with
-    "actor.path",
-    "actor.lr",
-    "actor.ppo_mini_batch_size",
-    "actor.ppo_epochs",
-    "actor.use_dynamic_bsz",
-    "actor.ppo_max_token_len_per_gpu",
-    "algorithm.adv_estimator",
-    "algorithm.norm_adv_by_std_in_grpo",
-    "algorithm.gamma",
-    "algorithm.use_kl_in_reward",
-    "algorithm.filter_groups",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "loss.loss_mode",
-    "loss.loss_agg_mode",
-    "loss.use_kl_loss",
-    "loss.kl_loss_coef",
-    "loss.kl_loss_type",
-    "loss.rollout_is",
-    "loss.rollout_rs",
-    "rollout.n",
-    "rollout.temperature",
-    "rollout.top_p",
-    "reward.name",
-    "reward.custom_path",
-    "trainer.seed",
-)
-LISTS = (
-    "token_level_rewards",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "advantages",
-    "returns",
-    "entropy",
-)  # [L], numbers
-FIELDS = LISTS + (
-    "uid",
-    "session_id",
-    "index",
-    "row",
-    "data_source",
-    "prompt",
-    "response",
-    "ground_truth",
-    "prompt_length",
-    "response_length",
-    "seq_length",
-    "mask_sum",
-    "loss_mask_sum",
-    "finish_reason",
-    "num_turns",
-    "weight_version",
-    "sync_step",
-    "score",
-    "score_parts",
-    "advantage",
-    "consumed",
-    "tokens",
-    "pieces",
-    "response_mask",
-    "loss_mask",
+# Of the resolved configuration: what a trace can only be understood with.
+RELEVANT = {
+    "actor": ("path", "lr", "ppo_mini_batch_size", "ppo_epochs", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+    "algorithm": ("adv_estimator", "norm_adv_by_std_in_grpo", "gamma", "use_kl_in_reward", "filter_groups"),
+    "data": ("train_batch_size", "max_prompt_length", "max_response_length"),
+    "loss": ("loss_mode", "loss_agg_mode", "use_kl_loss", "kl_loss_coef", "kl_loss_type", "rollout_is", "rollout_rs"),
+    "rollout": ("n", "temperature", "top_p"),
+    "reward": ("name", "custom_path"),
+    "trainer": ("seed",),
+}
+# What a line of a trace must have: each token's log-probs and other numbers, which may be null as a whole,
+LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
+SPREADS = ("advantages", "returns", "entropy")
+SIGNALS = ("token_level_rewards", *LOGPROBS, *SPREADS)
+# and what the trajectory is: its names, task, lengths, sampling, judgement, and each token.
+FIELDS = (
+    *("uid", "session_id", "index", "row", "data_source", "sync_step", "weight_version", "consumed"),
+    *("prompt", "response", "ground_truth", "finish_reason", "num_turns", "score", "score_parts", "advantage"),
+    *("prompt_length", "response_length", "seq_length", "mask_sum", "loss_mask_sum"),
+    *("tokens", "pieces", "response_mask", "loss_mask"),
 )
 
 
 def read_run(run: Path) -> tuple[list[dict], dict]:
-    """The records of metrics.jsonl, less a last one that a kill cut short, and the resolved configuration. ValueError when the folder is no run, or a file of it is damaged."""
-    path = run / "metrics.jsonl"
-    if not path.is_file() or not (run / "config.yaml").is_file():
-        raise ValueError(
-            f"{run} is not the folder of a run: it has no {'config.yaml' if path.is_file() else 'metrics.jsonl'}"
-        )
-    read_metrics(path)  # every line is a record
-    read_config(run / "config.yaml")  # groups of knobs
-    return [record for _, record in whole_lines(path)], yaml.safe_load((run / "config.yaml").read_text()) or {}
+    """The records of metrics.jsonl, less a last one that a kill cut short, and the resolved configuration.
+
+    ValueError when the folder is no run, or a file of it is damaged.
+    """
+    records, config = run / "metrics.jsonl", run / "config.yaml"
+    for path in (records, config):
+        if not path.is_file():
+            raise ValueError(f"{run} is not the folder of a run: it has no {path.name}")
+    read_metrics(records)  # every line is a record
+    read_config(config)  # groups of knobs
+    return [record for _, record in whole_lines(records)], yaml.safe_load(config.read_text()) or {}
+
+
+def traced_steps(run: Path) -> list[int]:
+    return sorted(int(path.stem) for path in (run / "traces").glob("*.jsonl") if path.stem.isdigit())
 
 
 def read_group(run: Path, step: int, group: int) -> list[dict]:
     """The traced trajectories of a step's group. ValueError says what is there instead."""
     path = run / "traces" / f"{step:06d}.jsonl"
     if not path.is_file():
-        steps = sorted(int(p.stem) for p in (run / "traces").glob("*.jsonl") if p.stem.isdigit())
-        raise ValueError(
-            f"no trace of step {step} in {run}: "
-            + (
-                f"there are the steps {', '.join(map(str, steps))}"
-                if steps
-                else "set trainer.trace_groups above 0 for a run to keep some"
-            )
-        )
+        steps = traced_steps(run)
+        there = f"there are the steps {', '.join(map(str, steps))}"
+        hint = there if steps else "set trainer.trace_groups above 0 for a run to keep some"
+        raise ValueError(f"no trace of step {step} in {run}: {hint}")
     groups: dict[str, list[dict]] = {}
     for _, record in whole_lines(path):
         try:
-            groups.setdefault(record["uid"], []).append(
-                {name: known(record[name]) if name in LISTS else record[name] for name in FIELDS}
-            )
+            groups.setdefault(record["uid"], []).append(read_trajectory(record))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} holds a line that is no traced trajectory ({error})") from error
     if not 0 <= group < len(groups):
-        raise ValueError(
-            f"--group {group}: the trace of step {step} has {len(groups)} group{'s' * (len(groups) != 1)}, from 0 on (trainer.trace_groups)"
-        )
+        count = "1 group" if len(groups) == 1 else f"{len(groups)} groups"
+        raise ValueError(f"--group {group}: the trace of step {step} has {count}, from 0 on (trainer.trace_groups)")
     return list(groups.values())[group]
 
 
-def known(values: list | None) -> list | None:
+def read_trajectory(record: dict) -> dict:
+    """A line of a trace; `more` are the names of its numbers a token besides SIGNALS, of a fork's batch.PER_TOKEN.
+
+    KeyError or TypeError for a line that is no trajectory.
+    """
+    known = {name: record[name] for name in FIELDS}
+    others = [name for name in record if name not in FIELDS + SIGNALS]
+    more = [name for name in others if is_signal(record[name], len(record["tokens"]))]
+    return known | {name: floats(record[name]) for name in (*SIGNALS, *more)} | {"more": more}
+
+
+def is_signal(values: Any, length: int) -> bool:
+    """Whether a field of a trace holds a number a token, null where it was not finite."""
+    is_list = isinstance(values, list) and len(values) == length
+    return is_list and all(x is None or isinstance(x, (int, float)) for x in values)
+
+
+def floats(values: list | None) -> list[float] | None:
     """JSON has no NaN: a number that was not finite is null there."""
     return None if values is None else [math.nan if x is None else x for x in values]
 
 
 def show_group(console: Console, run: Path, step: int, group: int, tokens: bool) -> None:
-    trace, (records, config) = read_group(run, step, group), read_run(run)
-    metrics = next((r for r in records if r["step"] == step), {})
+    """A group on the console: its knobs, its prompt, what became of each trajectory, and the update that it fed."""
+    trace = read_group(run, step, group)
+    records, config = read_run(run)
     first = trace[0]
     console.print(Text(f"{run}  step {step}  group {group}  uid {first['uid']}", style="bold"))
-    knobs = [(name, config.get(name.split(".")[0], {}).get(name.split(".")[1])) for name in RELEVANT]
-    console.print(
-        Text(
-            printable("config   " + "  ".join(f"{name}={value}" for name, value in knobs if value is not None)),
-            style="dim",
-        )
-    )
-    prompt = (
-        first["prompt"]
-        if isinstance(first["prompt"], str)
-        else "\n".join(f"{m['role']}: {m.get('content')}" for m in first["prompt"])
-    )
-    console.print(
-        Text(
-            printable(f"prompt   row {first['row']} of {first['data_source']}, ground truth {first['ground_truth']!r}")
-        )
-    )
-    console.print(Text(printable(prompt)))
+    console.print(Text(printable(f"config   {knobs_text(config)}"), style="dim"))
+    task = f"row {first['row']} of {first['data_source']}, ground truth {first['ground_truth']!r}"
+    console.print(Text(printable(f"prompt   {task}")))
+    console.print(Text(printable(prompt_text(first["prompt"]))))
     console.print(session_table(trace))
     for t in trace:
         console.print(numbers_of(t))
-        if tokens:
-            console.print(token_table(t))
-        else:
-            console.print(Text(printable(t["response"]), style="cyan"))
+        console.print(token_table(t) if tokens else Text(printable(t["response"]), style="cyan"))
+    metrics = next((r for r in records if r["step"] == step), {})
     console.print(Text(update_line(metrics, first["sync_step"], {r["step"] for r in records})))
+
+
+def knobs_text(config: dict) -> str:
+    """group.knob=value of the knobs of RELEVANT that are set."""
+    values = {f"{group}.{knob}": config.get(group, {}).get(knob) for group, knobs in RELEVANT.items() for knob in knobs}
+    return "  ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
+def prompt_text(prompt: str | list[dict]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
+
+
+def plain_table(*columns: str) -> Table:
+    return Table(*columns, box=None, pad_edge=False, header_style="bold")
 
 
 def session_table(trace: list[dict]) -> Table:
     """A line a trajectory: key, lengths, score, advantage, and where each update took it."""
-    columns = [
-        "uid_session_output",
-        "prompt",
-        "response",
-        "seq",
-        "mask sum",
-        "in loss",
-        "finish",
-        "turns",
-        "weights",
-        "reward",
-        "parts",
-        "advantage",
-        "update.micro-batch@rank",
-    ]
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    lengths = ("prompt", "response", "seq", "mask sum", "in loss")
+    judged = ("finish", "turns", "weights", "reward", "parts", "advantage")
+    table = plain_table("uid_session_output", *lengths, *judged, "update.micro-batch@rank")
     for t in trace:
-        where = " ".join(f"{c['update']}.{c['micro_batch']}@{c['rank']}" for c in t["consumed"]) or "none: skipped"
-        parts = " ".join(f"{name}={form(value)}" for name, value in t["score_parts"].items())
-        numbers = [
-            t["prompt_length"],
-            t["response_length"],
-            t["seq_length"],
-            t["mask_sum"],
-            t["loss_mask_sum"],
-            t["finish_reason"],
-            t["num_turns"],
+        cells = [
+            f"{t['uid'][:8]}…_{t['session_id']}_{t['index']}",
+            str(t["prompt_length"]),
+            str(t["response_length"]),
+            str(t["seq_length"]),
+            str(t["mask_sum"]),
+            str(t["loss_mask_sum"]),
+            str(t["finish_reason"]),
+            str(t["num_turns"]),
             f"v{t['weight_version']}",
+            form(t["score"]),
+            " ".join(f"{name}={form(value)}" for name, value in t["score_parts"].items()),
+            form(t["advantage"]),
+            " ".join(f"{c['update']}.{c['micro_batch']}@{c['rank']}" for c in t["consumed"]) or "none: skipped",
         ]
-        key = f"{t['uid'][:8]}…_{t['session_id']}_{t['index']}"
-        table.add_row(
-            *(
-                Text(printable(cell))
-                for cell in (key, *map(str, numbers), form(t["score"]), parts, form(t["advantage"]), where)
-            )
-        )  # text, not markup
+        table.add_row(*(Text(printable(cell)) for cell in cells))  # as text, not as markup
     return table
 
 
 def numbers_of(t: dict) -> Text:
     """What a trajectory's tokens add up to: scores by token, log-probs by who computed them, advantages and returns."""
-    acted = [i for i, m in enumerate(t["response_mask"]) if m]
-    lines = [f"session {t['session_id']} output {t['index']}"]
-    scores = {i: x for i, x in enumerate(t["token_level_rewards"]) if x}
-    shown = ", ".join(f"{form(x)} at token {i}" for i, x in list(scores.items())[:4]) + (
-        f" and {len(scores) - 4} more" if len(scores) > 4 else ""
-    )
-    lines.append(f"  token-level rewards   {shown or 'all 0'}")
-    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs"):
+    acted = [i for i, mask in enumerate(t["response_mask"]) if mask]
+    lines = [f"session {t['session_id']} output {t['index']}", f"  token-level rewards   {rewards_text(t)}"]
+    for name in LOGPROBS:
         if t[name]:
-            lines.append(
-                f"  {name:<21} sum {form(sum(t[name][i] for i in acted))}, mean {form(sum(t[name][i] for i in acted) / len(acted))}"
-            )
-    gaps = {i: gap for i in acted if not math.isnan(gap := abs(t["old_logprobs"][i] - t["rollout_logprobs"][i]))}
+            total = sum(t[name][i] for i in acted)
+            lines.append(f"  {name:<21} sum {form(total)}, mean {form(total / len(acted))}")
+    gaps = {i: abs(t["old_logprobs"][i] - t["rollout_logprobs"][i]) for i in acted}
+    gaps = {i: gap for i, gap in gaps.items() if not math.isnan(gap)}
     if gaps:
-        lines.append(
-            f"  |old - rollout|       mean {form(sum(gaps.values()) / len(gaps))}, largest {form(max(gaps.values()))} at token {max(gaps, key=gaps.get)}"
-        )
-    for name in ("advantages", "returns", "entropy"):
-        values = [t[name][i] for i in acted if not math.isnan(t[name][i])] if t[name] else []
-        if values:
-            same = max(values) == min(values)
-            lines.append(
-                f"  {name:<21} "
-                + (
-                    f"{form(values[0])} on all {len(values)} tokens"
-                    if same
-                    else f"{form(min(values))} to {form(max(values))}, mean {form(sum(values) / len(values))}"
-                )
-            )
-        if t[name] and len(values) < len(acted):
-            lines.append(f"  {name:<21} not a finite number on {len(acted) - len(values)} tokens")
-    return Text("\n".join(lines))
+        place = max(gaps, key=gaps.__getitem__)
+        mean = sum(gaps.values()) / len(gaps)
+        lines.append(f"  |old - rollout|       mean {form(mean)}, largest {form(gaps[place])} at token {place}")
+    for name in (*SPREADS, *t["more"]):
+        if t[name]:
+            lines += [f"  {name:<21} {text}" for text in spread_texts([t[name][i] for i in acted])]
+    return Text(printable("\n".join(lines)))
+
+
+def rewards_text(t: dict) -> str:
+    """The first four tokens that have a reward, and how many more there are."""
+    rewards = [f"{form(x)} at token {i}" for i, x in enumerate(t["token_level_rewards"]) if x]
+    if not rewards:
+        return "all 0"
+    return ", ".join(rewards[:4]) + (f" and {len(rewards) - 4} more" if len(rewards) > 4 else "")
+
+
+def spread_texts(values: list[float]) -> list[str]:
+    """Least, greatest and mean of the sampled tokens' values, and how many are NaN."""
+    known = [value for value in values if not math.isnan(value)]
+    texts = []
+    if known and max(known) == min(known):
+        texts.append(f"{form(known[0])} on all {len(known)} tokens")
+    elif known:
+        texts.append(f"{form(min(known))} to {form(max(known))}, mean {form(sum(known) / len(known))}")
+    if len(known) < len(values):
+        texts.append(f"not a finite number on {len(values) - len(known)} tokens")
+    return texts
 
 
 def token_table(t: dict) -> Table:
     """A line a token. Sampled tokens bold, observed ones dim; advantages green or red."""
-    table = Table(
-        "t",
-        "id",
-        "token",
-        "mask",
-        "loss",
-        "reward",
-        "rollout",
-        "old",
-        "ref",
-        "old-rollout",
-        "advantage",
-        "return",
-        "entropy",
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-    )
+    signals = ("reward", "rollout", "old", "ref", "old-rollout", "advantage", "return", "entropy")
+    table = plain_table("t", "id", "token", "mask", "loss", *signals)
+    for name in t["more"]:
+        table.add_column(Text(printable(name)))
     for i, (token, piece, mask) in enumerate(zip(t["tokens"], t["pieces"], t["response_mask"])):
-        cells = [
-            str(i),
-            str(token),
-            Text(printable(repr(piece)), style="bold" if mask else "dim"),
-            str(mask),
-            str(t["loss_mask"][i]),
-        ]
+        text = Text(printable(repr(piece)), style="bold" if mask else "dim")
+        cells = [str(i), str(token), text, str(mask), str(t["loss_mask"][i])]
         if mask:
-            old, rollout, advantage = t["old_logprobs"][i], t["rollout_logprobs"][i], t["advantages"][i]
-            shade = "green" if (advantage or 0) > 0 else "red" if (advantage or 0) < 0 else ""
-            cells += [
-                form(t["token_level_rewards"][i]),
-                form(rollout),
-                form(old),
-                form(t["ref_logprobs"] and t["ref_logprobs"][i]),
-                form(old - rollout),
-            ]
-            cells += [Text(form(advantage), style=shade), form(t["returns"][i]), form(t["entropy"] and t["entropy"][i])]
+            value = {name: t[name][i] if t[name] else None for name in (*SIGNALS, *t["more"])}
+            cells += [form(value[name]) for name in ("token_level_rewards", *LOGPROBS)]
+            cells.append(form(value["old_logprobs"] - value["rollout_logprobs"]))
+            cells.append(Text(form(value["advantages"]), style=shade(value["advantages"])))
+            cells += [form(value[name]) for name in ("returns", "entropy", *t["more"])]
         table.add_row(*cells)
     return table
 
 
+def shade(advantage: float | None) -> str:
+    """A console style: green above 0, red below."""
+    if not advantage:
+        return ""
+    return "green" if advantage > 0 else "red" if advantage < 0 else ""
+
+
 def update_line(metrics: dict, sync_step: int, steps: set[int]) -> str:
     """The optimizer steps that a step's trajectories fed, and when their weights reached the sampler."""
-    parts = [
-        f"{name.removeprefix('actor/')} {form(metrics[name])}"
-        for name in (
-            "actor/num_updates",
-            "actor/pg_loss",
-            "actor/kl_loss",
-            "actor/grad_norm",
-            "actor/lr",
-            "actor/skipped_steps",
-        )
-        if metrics.get(name) is not None
-    ]
-    synced = (
-        f"the sync of step {sync_step} brought weights v{sync_step} to vLLM"
-        if sync_step in steps
-        else f"the sync of step {sync_step} is to bring weights v{sync_step} to vLLM; no record of it yet"
-    )
-    return f"update   {'  '.join(parts)}\nweights  {synced}"
+    names = ("num_updates", "pg_loss", "kl_loss", "grad_norm", "lr", "skipped_steps")
+    values = {name: metrics.get(f"actor/{name}") for name in names}
+    parts = "  ".join(f"{name} {form(value)}" for name, value in values.items() if value is not None)
+    if sync_step in steps:
+        synced = f"the sync of step {sync_step} brought weights v{sync_step} to vLLM"
+    else:
+        synced = f"the sync of step {sync_step} is to bring weights v{sync_step} to vLLM; no record of it yet"
+    return f"update   {parts}\nweights  {synced}"
 
 
-def form(value) -> str:
-    return (
-        ""
-        if value is None
-        else f"{value:.4g}"
-        if isinstance(value, (int, float)) and math.isfinite(value)
-        else str(value)
-    )
+def form(value: Any) -> str:
+    """Four significant digits of a number; nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def summary(run: Path) -> str:
     """Where a run stands, and what else there is to look at."""
     records, config = read_run(run)
     trained = [r for r in records if "timing_s/gen" in r]
-    lines = [
-        f"{run}: {len(trained)} steps of {config.get('actor', {}).get('path', 'a model that config.yaml does not name')}"
-    ]
+    model = config.get("actor", {}).get("path", "a model that config.yaml does not name")
+    lines = [f"{run}: {len(trained)} steps of {model}"]
     for name in ("reward/mean", "response_length/mean", "actor/entropy", "actor/grad_norm", "timing_s/step"):
         values = [r[name] for r in trained if r.get(name) is not None]
         if values:
-            lines.append(
-                f"  {name:<22} first {form(values[0])}  last {form(values[-1])}  least {form(min(values))}  most {form(max(values))}"
-            )
-    for name in sorted({name for r in records for name in r if name.startswith("val/")}):
-        values = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-        if len(values) and ("/mean@" in name or "/pass@" in name) and not name.endswith("stderr"):
-            lines.append(
-                f"  {name:<22} "
-                + "  ".join(
-                    f"{form(value)} after {step}"
-                    for step, value in ([values[0], values[-1]] if len(values) > 1 else values)
-                )
-            )
-    traces = sorted(int(p.stem) for p in (run / "traces").glob("*.jsonl") if p.stem.isdigit())
-    lines.append(
-        f"  traced: {len(traces)} steps, {traces[0]} to {traces[-1]} (--step {traces[-1]} --tokens)"
-        if traces
-        else "  no step was traced (trainer.trace_groups)"
-    )
+            ends = f"first {form(values[0])}  last {form(values[-1])}"
+            lines.append(f"  {name:<22} {ends}  least {form(min(values))}  most {form(max(values))}")
+    for name in sorted({name for r in records for name in r if is_validation(name)}):
+        values = [f"{form(r[name])} after {r['step']}" for r in records if r.get(name) is not None]
+        if values:
+            lines.append(f"  {name:<22} " + "  ".join([values[0], values[-1]] if len(values) > 1 else values))
+    steps = traced_steps(run)
+    if steps:
+        lines.append(f"  traced: {len(steps)} steps, {steps[0]} to {steps[-1]} (--step {steps[-1]} --tokens)")
+    else:
+        lines.append("  no step was traced (trainer.trace_groups)")
     return printable("\n".join(lines))
 
 
-def main(argv: list[str]) -> None:
+def is_validation(name: str) -> bool:
+    """Whether a metric is a validation's mean@n or pass@k."""
+    return name.startswith("val/") and ("/mean@" in name or "/pass@" in name) and not name.endswith("stderr")
+
+
+def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="show.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m look", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; for --html also a file of metrics"
-    )
+    runs_help = "folder of a run; for --html also a file of metrics"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=runs_help)
     parser.add_argument("--step", type=int, help="training step, from 0")
     parser.add_argument("--group", type=int, default=0, help="prompt group of the step's trace, from 0")
     parser.add_argument("--tokens", action="store_true", help="a line a token")
     parser.add_argument("--html", type=Path, metavar="OUT", help="write the page there")
     parser.add_argument("--doctor", action="store_true", help="what was wrong, in words")
     args = parser.parse_args(argv)
-    if args.step is None and (args.tokens or args.group) or args.step is not None and (args.html or args.doctor):
+    step_is_missing = args.step is None and (args.tokens or args.group)
+    step_is_too_much = args.step is not None and (args.html or args.doctor)
+    if step_is_missing or step_is_too_much:
         parser.error("--tokens and --group go with --step, and --step with neither --html nor --doctor")
-    console = Console(
-        soft_wrap=True, highlight=False, width=max(shutil.get_terminal_size().columns, 200)
-    )  # a narrow terminal wraps, and loses nothing
+    return args
+
+
+def main(argv: list[str]) -> None:
+    args = read_arguments(argv)
     if args.html:
         write_page(args.runs, args.html)
-        return print(f"{args.html}: {args.html.stat().st_size / 2**20:.1f} MB, opens in any browser")
+        print(f"{args.html}: {args.html.stat().st_size / 2**20:.1f} MB, opens in any browser")
+        return
+    # A line that is wider than the terminal wraps there, and loses nothing.
+    width = max(shutil.get_terminal_size().columns, 200)
+    console = Console(soft_wrap=True, highlight=False, width=width)
     for run in args.runs:
         if args.doctor:
             console.print(Text(printable("\n".join(diagnose(*read_run(run))))))

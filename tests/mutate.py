@@ -924,6 +924,20 @@ BUGS = [
         "test_dump.py::test_returns_discount_at_sampled_tokens_only",
     ),
     Bug(
+        "bound that an interval leaves out is taken",
+        "host/lookup.py",
+        'number > float(low) or (left == "[" and number == float(low))',
+        "number >= float(low)",
+        "test_lookup.py::test_number_is_in_its_interval_or_the_message_names_it",
+    ),
+    Bug(
+        "all ranks speak",
+        "host/console.py",
+        'if os.environ.get("RANK", "0") == "0":',
+        "if True:",
+        "test_console.py::test_rank_0_speaks_and_no_other",
+    ),
+    Bug(
         "escape sequences reach the terminal",
         "host/console.py",
         "or (unicodedata",

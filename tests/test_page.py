@@ -566,7 +566,7 @@ def test_steps_groups_and_validations(browser, pages):
     )
     browser.set("slider", 7)
     browser.wait("view.dump.step === 7 && view.record !== null")
-    browser.set("group", "2")  # counted as show.py --group counts
+    browser.set("group", "2")  # counted as `python -m look RUN --group` counts
     assert browser.column(0) == ["2"] * 4 and "what is 2+7?" in browser.js(
         "document.getElementById('detail').innerText"
     )
@@ -652,6 +652,25 @@ def test_tokens_are_shaded_by_what_is_chosen(browser, pages):
     tip = browser.js("document.getElementById('tip').innerText")
     assert '3: " think"' in tip and "103" in tip and "-0.5" in tip and re.search(r"reference\s+–", tip)
     assert "update 0, micro-batch 1, rank 0" in browser.js("document.getElementById('facts').innerText")
+
+
+def test_signal_of_a_fork_is_in_a_tokens_tip_under_its_own_name(browser, pages, tmp_path):
+    run = make_run(tmp_path / "fork", steps=2)
+    path = run / "traces" / "000001.jsonl"
+    traces = [json.loads(line) for line in path.read_text().splitlines()]
+    for t in traces:
+        t["<b>surprise"] = [None] * t["prompt_length"] + [0.125] * (t["seq_length"] - t["prompt_length"])
+    write_lines(path, traces)
+    write_page([run], tmp_path / "page.html")
+    for page, told in ((tmp_path / "page.html", True), (pages / "one.html", False)):
+        browser.open(page)
+        browser.step(1)
+        browser.driver.execute_script(
+            "document.querySelector('[data-token=\"3\"]').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
+        )
+        names = browser.js("[...document.querySelectorAll('#tip th')].map((name) => name.innerText)")
+        assert names[-1] == ("<b>surprise" if told else "entropy")
+        assert ("0.125" in browser.js("document.getElementById('tip').innerText")) == told
 
 
 def test_advantages_of_the_two_signs_have_two_colours_of_one_strength(browser, pages):

@@ -1,4 +1,4 @@
-"""The trace of a step, and what show.py tells of a run: of whole runs with real vLLM."""
+"""The trace of a step, and what `python -m look` tells of a run: of whole runs with real vLLM."""
 
 import json
 import math
@@ -100,7 +100,7 @@ def test_trace_says_which_update_micro_batch_and_rank_took_a_trajectory(run_dir,
 
 def show(*args, code=0):
     done = subprocess.run(
-        [sys.executable, "show.py", *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "look", *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stderr
@@ -221,3 +221,22 @@ def test_options_that_do_not_go_together_are_refused(run_dir):
     assert "--tokens and --group go with --step" in show(run_dir, "--tokens", code=2)
     assert "--tokens and --group go with --step" in show(run_dir, "--doctor", "--step", "0", code=2)
     assert show(run_dir, "--html", "/proc/page.html", code=1).startswith("error: ")
+
+
+def test_signal_of_a_fork_is_shown_under_its_own_name(run_dir, tmp_path):
+    """One that batch.PER_TOKEN names besides ours; older traces, which lack it, are shown as they were."""
+    trace = traced(run_dir, 0)
+    for t in trace:
+        t["surprise[red]"] = [None] * t["prompt_length"] + [0.125] * t["response_length"]
+        t["notes"] = ["text"] * t["seq_length"]  # no number a token
+    copied = damaged(run_dir, tmp_path, "traces/000000.jsonl", "".join(json.dumps(t) + "\n" for t in trace))
+    line = f"surprise[red]         0.125 on all {trace[0]['response_length']} tokens"
+    assert line in show(copied, "--step", "0")
+    out = show(copied, "--step", "0", "--tokens")
+    header = next(line for line in out.splitlines() if line.split()[:3] == ["t", "id", "token"])
+    assert header.split()[-2:] == ["entropy", "surprise[red]"] and "notes" not in out
+    assert "surprise" not in show(run_dir, "--step", "0", "--tokens")
+
+
+def test_program_says_what_it_is_called(run_dir):
+    assert "usage: python -m look " in show("--tokens", run_dir, code=2)
