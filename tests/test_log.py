@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from batch import Task, Trajectory
+from checkpoint import RunState
 from log import LogConfig, Logger, start_log
 
 
 @pytest.fixture
 def log(tmp_path):
-    return Logger(LogConfig(), tmp_path, 0, (0, 2), {}, None)
+    return Logger(LogConfig(), tmp_path, 0, 2, {}, None)
 
 
 def strict(line):
@@ -69,7 +70,7 @@ def test_failed_sessions_are_kept_with_their_tracebacks(log, tmp_path, capsys):
         (7, 1, "Traceback:\nKeyError: 'x'\n"),
         (7, 1, "late\n"),
     ]
-    Logger(LogConfig(), tmp_path, 0, (3, 4), {}, None)  # resumed: step 3 is done again
+    Logger(LogConfig(), tmp_path, 3, 4, {}, None)  # resumed: step 3 is done again
     assert not list((tmp_path / "rollouts").iterdir())
     assert "2 sessions of 1 groups failed" in (line := capsys.readouterr().out) and "KeyError: 'x'" in line
 
@@ -77,11 +78,13 @@ def test_failed_sessions_are_kept_with_their_tracebacks(log, tmp_path, capsys):
 @pytest.mark.parametrize("val_only, wandb_id", [(False, "abc"), (True, None)])
 def test_validation_alone_has_its_own_folder_and_wandb_run(cfg, tmp_path, monkeypatch, val_only, wandb_id):
     seen = []
-    monkeypatch.setattr("log.Trackers", lambda *args: seen.append(args))
+    monkeypatch.setattr("look.tracking.Trackers", lambda *args: seen.append(args))
     cfg = replace(
-        cfg, log=replace(cfg.log, default_local_dir=str(tmp_path)), trainer=replace(cfg.trainer, val_only=val_only)
+        cfg,
+        log=replace(cfg.log, default_local_dir=str(tmp_path), logger=("console", "wandb")),
+        trainer=replace(cfg.trainer, val_only=val_only),
     )
-    start_log(cfg, 0, tmp_path / "checkpoint", {"step": 1, "wandb_id": "abc"}, 1)
+    start_log(cfg, RunState(step=1, wandb_id="abc"), tmp_path / "checkpoint", 1)
     assert seen[0][1] == tmp_path / "run" / ("val-only" if val_only else "") and seen[0][4] == wandb_id
 
 
@@ -98,7 +101,7 @@ def test_memory_of_a_phase_that_runs_twice_is_that_of_its_fuller_run(log, monkey
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
-    for phase in ("gen", "gen", "adv"):
-        with log.timer(phase):
-            pass
+    monkeypatch.setattr("log.LEAST_S", 0.0)
+    for phase in ("gen", "gen", "adv", None):
+        log.phase(phase)
     assert {phase: log.metrics[f"perf/memory_gb/{phase}"] for phase in ("gen", "adv")} == {"gen": 35.0, "adv": 30.0}
