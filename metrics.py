@@ -1,25 +1,33 @@
-"""Numbers of a step and of a validation, from the list of trajectories that every rank holds: pure functions.
+"""Numbers of a step and of a validation, and records, from the list of trajectories that every rank holds.
 
-In validation a session that failed, or that could not be scored, counts as wrong. Its trajectories are not in the list, so
-the tasks and the sessions a task say how many there should have been.
+Pure functions. In validation a session that failed, or that could not be scored, counts as wrong. Its trajectories are
+not in the list, so the tasks and the sessions a task say how many there should have been.
+
+A record is what `rollouts/*.jsonl` says of a trajectory, a dictionary without tokens; samples are a few of a step's
+records, for the console and wandb.
 """
 
 import math
+from typing import Any
 
 import torch
 
-from batch import Task, Trajectory
+from batch import Task, Trajectory, final_outputs
 from host.console import one_line
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Rewards (reward/truncated: of the responses cut at the limit), lengths and tokens of a step, over all ranks; agent/NAME/mean of what the agents measured."""
+    """Rewards, lengths and tokens of a step, over all ranks; agent/NAME/mean of what the agents measured.
+
+    reward/truncated is of the responses that were cut at the limit.
+    """
     lengths = [t.response_length for t in trajectories]
+    cut = [t for t in trajectories if t.finish_reason == "length"]
     metrics = {
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths),
         "response_length/min": min(lengths),
-        "response_length/clip_ratio": mean([t.finish_reason == "length" for t in trajectories]),
+        "response_length/clip_ratio": len(cut) / len(trajectories),
         "rollout/prompt_length/mean": mean([t.prompt_length for t in trajectories]),
         "rollout/num_trajectories": len(trajectories),
         "rollout/num_turns/mean": mean([t.num_turns for t in trajectories]),
@@ -27,23 +35,24 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "perf/total_num_tokens": sum(len(t.tokens) for t in trajectories),
         "perf/response_tokens": sum(lengths),
     }
-    if scores := [t.score for t in trajectories if t.score == t.score]:
-        spread = torch.tensor(scores, dtype=torch.float64).std(correction=0)
+    scores = [t.score for t in trajectories if t.scored]
+    if scores:
         metrics |= {
             "reward/mean": mean(scores),
-            "reward/std": spread,
+            "reward/std": torch.tensor(scores, dtype=torch.float64).std(correction=0),
             "reward/max": max(scores),
             "reward/min": min(scores),
         }
-    if cut := [t.score for t in trajectories if t.finish_reason == "length" and t.score == t.score]:
-        metrics["reward/truncated"] = mean(cut)
-    metrics |= means("reward", [t.score_parts for t in trajectories]) | means(
-        "agent", [t.metrics for t in trajectories]
-    )
+    scores_of_cut = [t.score for t in cut if t.scored]
+    if scores_of_cut:
+        metrics["reward/truncated"] = mean(scores_of_cut)
+    metrics |= means("reward", [t.score_parts for t in trajectories])
+    metrics |= means("agent", [t.metrics for t in trajectories])
     return {name: float(value) for name, value in metrics.items()}
 
 
 def mean(values: list) -> float:
+    """Their sum, rounded once, over their number."""
     return math.fsum(values) / len(values)
 
 
@@ -54,49 +63,63 @@ def means(group: str, parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def validation_metrics(trajectories: list[Trajectory], tasks: list[Task], n: int) -> dict[str, float]:
-    """Per data source mean@n and pass@k, each with its standard error over prompts; best@n; lengths and counts. val/mean is the mean of the sources' mean@n.
+    """Per data source mean@n, pass@k, best@n, lengths and counts; val/mean is the mean of the sources' mean@n.
 
-    The value of a session is `acc` where its reward gives one, else the score; of several outputs the last one's. Correct is 1
-    or more: rewards of 0 or 1, or of -1 or 1, are right as they are, one on another scale gives `acc`. A failed session is worth
-    0, or the lowest value of its source when that is negative.
+    mean@n and pass@k come with their standard error over prompts. The value of a session is `acc` where its reward
+    gives one, else the score; of several outputs the last one's. Correct is 1 or more: rewards of 0 or 1, or of -1 or
+    1, are right as they are, one on another scale gives `acc`. A failed session is worth 0, or the lowest value of its
+    source when that is negative.
     """
     values = session_values(trajectories)
-    rows: dict[str, list[list[float]]] = {}  # data source -> prompts -> their sessions' values, NaN for a failed one
+    sources: dict[str, list[list[float]]] = {}  # data source -> prompts -> their sessions' values, NaN for a failed one
     for task in tasks:
         known = values.get(task.index, {})
-        rows.setdefault(task.data_source, []).append([known.get(session_id, math.nan) for session_id in range(n)])
+        row = [known.get(session_id, math.nan) for session_id in range(n)]
+        sources.setdefault(task.data_source, []).append(row)
     metrics = {"val/mean": 0.0}
-    for source, prompts in rows.items():
-        failed = sum(value != value for row in prompts for value in row)
-        wrong = min([0.0, *(value for row in prompts for value in row if value == value)])
-        prompts = [[wrong if value != value else value for value in row] for row in prompts]
-        metrics |= with_stderr(f"val/{source}/mean@{n}", [mean(row) for row in prompts])
-        metrics["val/mean"] += metrics[f"val/{source}/mean@{n}"] / len(rows)
-        for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-            metrics |= with_stderr(
-                f"val/{source}/pass@{k}", [pass_at_k(n, sum(value >= 1 - 1e-9 for value in row), k) for row in prompts]
-            )
-        if n > 1:
-            metrics[f"val/{source}/best@{n}"] = mean([max(row) for row in prompts])
+    for source, prompts in sources.items():
+        metrics |= source_metrics(source, prompts, n)
+        metrics["val/mean"] += metrics[f"val/{source}/mean@{n}"] / len(sources)
         lengths = [t.response_length for t in trajectories if t.task.data_source == source]
-        metrics |= {f"val/{source}/response_length": mean(lengths)} if lengths else {}
-        metrics |= {
-            f"val/{source}/failed_sessions": failed / (n * len(prompts)),
-            f"val/{source}/num_sessions": float(n * len(prompts)),
-        }
+        if lengths:
+            metrics[f"val/{source}/response_length"] = mean(lengths)
+    return metrics
+
+
+def source_metrics(source: str, prompts: list[list[float]], n: int) -> dict[str, float]:
+    """Those of one data source, from the values of its prompts' n sessions, NaN for a failed one."""
+    values = [value for row in prompts for value in row]
+    num_failed = sum(math.isnan(value) for value in values)
+    wrong = min([0.0, *(value for value in values if not math.isnan(value))])
+    prompts = [[wrong if math.isnan(value) else value for value in row] for row in prompts]
+    num_correct = [sum(value >= 1 - 1e-9 for value in row) for row in prompts]
+    metrics = with_stderr(f"val/{source}/mean@{n}", [mean(row) for row in prompts])
+    powers_of_two = {2**i for i in range(n.bit_length())}
+    for k in sorted(powers_of_two | {n}):
+        metrics |= with_stderr(f"val/{source}/pass@{k}", [pass_at_k(n, correct, k) for correct in num_correct])
+    if n > 1:
+        metrics[f"val/{source}/best@{n}"] = mean([max(row) for row in prompts])
+    metrics[f"val/{source}/failed_sessions"] = num_failed / len(values)
+    metrics[f"val/{source}/num_sessions"] = float(len(values))
     return metrics
 
 
 def session_values(trajectories: list[Trajectory]) -> dict[int, dict[int, float]]:
     """Row number -> session -> the value of its last output."""
-    values: dict[int, dict[int, float]] = {}
-    for t in sorted(trajectories, key=lambda t: t.index):
-        values.setdefault(t.task.index, {})[t.session_id] = t.score_parts.get("acc", t.score)
-    return values
+    rows: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        rows.setdefault(trajectory.task.index, []).append(trajectory)
+    return {
+        row: {t.session_id: t.score_parts.get("acc", t.score) for t in final_outputs(group)}
+        for row, group in rows.items()
+    }
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that k of n sessions, drawn without replacement, hold a correct one: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021)."""
+    """Chance that k of n sessions, drawn without replacement, hold a correct one (Chen et al. 2021).
+
+    1 - C(n - correct, k) / C(n, k).
+    """
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -109,7 +132,8 @@ def with_stderr(name: str, values: list[float]) -> dict[str, float]:
     return {name: center, f"{name}/stderr": math.sqrt(variance / len(values))}
 
 
-def dump_record(t: Trajectory) -> dict:
+def dump_record(t: Trajectory) -> dict[str, Any]:
+    """What `rollouts/*.jsonl` says of a trajectory; its advantage is that of the first sampled token."""
     advantage = None if t.advantages is None else float(t.advantages[t.prompt_length])
     return {
         "key": t.key,
@@ -130,21 +154,22 @@ def dump_record(t: Trajectory) -> dict:
     }
 
 
-def samples(trajectories: list[Trajectory], most: int = 4) -> list[dict]:
-    """A step's best and worst trajectory, and others spread evenly between them by score: dump records, best first."""
-    ranked = sorted((t for t in trajectories if t.score == t.score), key=lambda t: -t.score)
-    places = {round(i * (len(ranked) - 1) / max(most - 1, 1)) for i in range(most)} if ranked else ()
+def samples(trajectories: list[Trajectory], most: int = 4) -> list[dict[str, Any]]:
+    """Records of a step's best and worst trajectory and of others spread evenly between them by score, best first."""
+    ranked = sorted((t for t in trajectories if t.scored), key=lambda t: t.score, reverse=True)
+    if not ranked:
+        return []
+    places = {round(i * (len(ranked) - 1) / max(most - 1, 1)) for i in range(most)}
     return [dump_record(ranked[place]) for place in sorted(places)]
 
 
-def sample_table(records: list[dict], width: int) -> str:
+def sample_table(records: list[dict[str, Any]], width: int) -> str:
     """Score, advantage and the ends of prompt and response, a line each, `width` columns wide."""
     room = max((width - 20) // 2, 20)
     lines = [f"{'score':>7} {'adv':>7}  {'prompt':<{room}} response"]
     for r in records:
         prompt = r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1].get("content")
         advantage = "" if r["advantage"] is None else f"{r['advantage']:.2f}"
-        lines.append(
-            f"{r['score']:7.2f} {advantage:>7}  {one_line(prompt, room):<{room}} {one_line(r['response'], room)}"
-        )
+        texts = f"{one_line(prompt, room):<{room}} {one_line(r['response'], room)}"
+        lines.append(f"{r['score']:7.2f} {advantage:>7}  {texts}")
     return "\n".join(lines)

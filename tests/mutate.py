@@ -639,8 +639,8 @@ BUGS = [
     Bug(
         "failed validation sessions left out",
         "metrics.py",
-        "[[wrong if value != value else value for value in row] for row in prompts]",
-        "[[value for value in row if value == value] or [wrong] for row in prompts]",
+        "[[wrong if math.isnan(value) else value for value in row] for row in prompts]",
+        "[[value for value in row if not math.isnan(value)] or [wrong] for row in prompts]",
         "test_metrics.py::test_failed_and_unscored_sessions_are_wrong_and_counted",
     ),
     Bug(

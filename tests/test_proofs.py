@@ -194,6 +194,7 @@ class ToyActor(Actor):
         self.model, self.optimizer = ToyModel(), SimpleNamespace(param_groups=[])
         self.accelerator = SimpleNamespace(backward=lambda loss: loss.backward())
         self.moments, self.num_shards = SimpleNamespace(load=lambda: None), None  # it has no moments, and no shards
+        self.recorder = None
         self.gradients = []  # of each mini-batch
 
     def optimizer_step(self):
