@@ -190,10 +190,11 @@ def test_two_processes_run_a_dummy_and_rank_0_prints_the_table(tmp_path):
         and metrics["actor/grad_norm"] > 0
         and metrics["reward/std"] > 0
     )
-    assert {"step", "gen", "old_log_prob", "update_actor", "sync", "sleep"} <= set(phases)
+    assert {"step", "gen", "old_log_prob", "update_actor", "sync"} <= set(phases)
     assert "save_checkpoint" in phases  # asked for on the command line: what look.bench turns off, its user can turn on
+    parts = ("gen", "old_log_prob", "update_actor", "sync", "sleep")  # the last may be too short to be recorded
     assert phases["update_actor"]["tokens_per_s"] == pytest.approx(8 * 21 / 2 / metrics["timing_s/update_actor"])
-    assert sum(phases[p]["share"] for p in ("gen", "old_log_prob", "update_actor", "sync", "sleep")) < 1.01
+    assert sum(phases[p]["share"] for p in parts if p in phases) < 1.01
     assert {"imports", "make_engine", "Actor", "sync_weights"} <= set(report["startup"]) and all(
         seconds >= 0 for seconds in report["startup"].values()
     )
