@@ -102,9 +102,10 @@ def accelerator(cfg):
 
 @pytest.fixture(scope="session")
 def engine(cfg, tokenizer, accelerator):
-    from engine import Engine
+    """vLLM as a run makes it."""
+    from train import make_engine
 
-    return Engine(cfg, tokenizer)
+    return make_engine(cfg, tokenizer)
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def worker(args) -> None:
 def gradients(actor, batch: list, args) -> dict:
     import torch
 
-    from checkpoint import CheckpointConfig, save
+    from checkpoint import CheckpointConfig, RunState, save
     from loss import LossConfig
 
     step, grads = actor.optimizer.step, {}
@@ -162,7 +162,7 @@ def gradients(actor, batch: list, args) -> dict:
     seconds = time.time() - start
     if args.checkpoint:
         (Path(args.checkpoint) / "checkpoints").mkdir(parents=True, exist_ok=True)
-        save(CheckpointConfig(), Path(args.checkpoint), 1, actor, {})
+        save(CheckpointConfig(), Path(args.checkpoint), actor, RunState(1), {})
     shard = tuple(next(actor.model.parameters()).to_local().shape)
     return {
         "grads": grads,

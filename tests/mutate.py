@@ -168,7 +168,7 @@ BUGS = [
     ),
     Bug(
         "torch keeps its memory when vLLM needs it",
-        "engine.py",
+        "fast/engine.py",
         "< asleep_bytes() + SPARE",
         "< SPARE",
         "test_sync_weights.py::test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it",
@@ -561,7 +561,7 @@ BUGS = [
     ),
     Bug(
         "sync skipped",
-        "engine.py",
+        "fast/engine.py",
         "self.copies.load(self.model, weights, lambda: finish_loading(self.llm))",
         "[list(weights), set(dict(self.model.named_parameters()))][1]",
         "test_sync_weights.py::test_vllm_agrees_with_the_actor_after_every_sync",
@@ -572,6 +572,13 @@ BUGS = [
         "    if differs:\n",
         "    if False:\n",
         "test_sync_weights.py::test_sync_without_a_part_of_a_fused_parameter_names_it",
+    ),
+    Bug(
+        "no probe after the first sync",
+        "sync_weights.py",
+        "actor.version % cfg.verify_every == 0",
+        "False",
+        "test_sync_weights.py::test_probe_is_due_at_the_first_sync_of_an_engine_and_every_so_many_steps",
     ),
     Bug(
         "sync: a part of a tensor copied elsewhere",
@@ -663,6 +670,13 @@ BUGS = [
         "if old.name != best:",
         "if True:",
         "test_checkpoint.py::test_best_is_named_and_never_pruned",
+    ),
+    Bug(
+        "a group of knobs that may change is refused",
+        "checkpoint.py",
+        'getattr(knobs, "may_change", False)',
+        "False",
+        "test_checkpoint.py::test_knobs_that_a_resumed_run_may_change",
     ),
     Bug(
         "another learning rate passes for the same run",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from test_actor import LOSS, sequences
 from batch import Task
 from fast.copies import Copies
 from rollout import Rollout
-from sync_weights import SyncConfig, SyncError, bit_sum, sync_weights, tolerances
+from sync_weights import SyncConfig, SyncError, bit_sum, probe_is_due, sync_weights, tolerances
 
 PROMPTS = [Task([{"role": "user", "content": f"{n}+1="}], "exact", "") for n in range(10, 14)]
 
@@ -218,7 +219,7 @@ def test_what_follows_on_loading_is_left_out_only_when_no_parameter_is_in_it(
         (tensor if touches == "a tensor" else engine.model.scale).fill_(1.0)
         done.append(weight.detach().float() * 2 if touches == "a parameter" else None)
 
-    monkeypatch.setattr("engine.finish_loading", finish)
+    monkeypatch.setattr("fast.engine.finish_loading", finish)
     for _ in range(3):
         sync_weights(actor, engine, cfg.sync, [])
         engine.sleep()
@@ -227,6 +228,50 @@ def test_what_follows_on_loading_is_left_out_only_when_no_parameter_is_in_it(
 
 def test_no_probe_no_generation(cfg, engine, actor):
     assert sync_weights(actor, engine, cfg.sync, []) == {}
+
+
+@pytest.mark.parametrize(
+    "every, held, version, due",
+    [
+        (0, None, 0, True),
+        (0, None, 7, True),
+        (3, None, 7, True),
+        (0, 0, 0, False),
+        (0, 5, 6, False),
+        (3, 5, 6, True),
+        (3, 6, 7, False),
+    ],
+)
+def test_probe_is_due_at_the_first_sync_of_an_engine_and_every_so_many_steps(every, held, version, due):
+    """A resumed run's first sync, at step 7 here, is its engine's first too."""
+    actor, engine = SimpleNamespace(version=version), SimpleNamespace(weight_version=held)
+    assert probe_is_due(actor, engine, SyncConfig(verify_every=every)) == due
+
+
+def test_probe_that_is_not_due_generates_nothing(cfg, engine, actor, monkeypatch):
+    monkeypatch.setattr(engine, "weight_version", None)
+    for sync, due in [(SyncConfig(verify_every=0), True), (SyncConfig(verify_every=0), False), (SyncConfig(), True)]:
+        assert bool(sync_weights(actor, engine, sync, PROMPTS)) == due
+        engine.sleep()
+
+
+def test_moments_make_room_before_vllm_wakes(cfg, engine, actor, monkeypatch):
+    events, wake_weights = [], engine.wake_weights
+    monkeypatch.setattr(actor, "moments", SimpleNamespace(offload=lambda: events.append("offload")))
+    monkeypatch.setattr(engine, "wake_weights", lambda: (events.append("wake"), wake_weights()))
+    sync_weights(actor, engine, cfg.sync, [])
+    assert events == ["offload", "wake"]
+
+
+def test_without_replayed_copies_vllms_loader_takes_every_stream(cfg, tokenizer, engine, actor, monkeypatch):
+    """sync.replay_copies off: what vLLM holds is proven the same way."""
+    calls = loads(engine, monkeypatch)
+    monkeypatch.setattr(engine, "copies", None)
+    for _ in range(2):
+        sync_weights(actor, engine, cfg.sync, PROMPTS)
+        engine.sleep()
+        train_once(actor, tokenizer)
+    assert calls == [len(list(actor.model.parameters()))] * 2
 
 
 def test_a_sleep_does_not_stop_when_another_process_takes_memory_of_the_gpu(cfg, engine, actor, monkeypatch):
@@ -255,7 +300,7 @@ def test_torch_gives_back_what_it_keeps_for_the_update_only_when_vllm_needs_it(c
     free, asleep, events = [0], [0], []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0] * 2**30, 140 * 2**30))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("emptied"))
-    monkeypatch.setattr("engine.asleep_bytes", lambda: asleep[0] * 2**30)
+    monkeypatch.setattr("fast.engine.asleep_bytes", lambda: asleep[0] * 2**30)
     monkeypatch.setattr(engine.llm, "wake_up", lambda tags: events.append(tags[0]))
     monkeypatch.setattr(engine, "sleeps", True)
     for (free[0], asleep[0]), state, wake, expected in [
