@@ -42,10 +42,7 @@ LENGTH = struct.Struct("!Q")  # before every message: a pickle
 
 
 class WorkerError(RuntimeError):
-    """The call raised in the worker; the message is its traceback.
-
-    Or no worker can be had, and the message says why.
-    """
+    """The call raised in the worker; the message is its traceback. Or no worker can be had; the message says why."""
 
 
 class WorkerTimeout(RuntimeError):
