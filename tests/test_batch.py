@@ -165,9 +165,8 @@ def test_pack_uses_no_more_forwards_than_needed():
     assert [len(rank) for rank in pack([10] * 16, 2, 40)] == [2, 2]  # 4 x 10 fill a micro-batch exactly
     assert [len(rank) for rank in pack([10] * 16, 2, None, 4)] == [2, 2]
     assert [len(rank) for rank in pack([10] * 17, 2, None, 4)] == [3, 3]
-    assert [len(rank) for rank in pack([6, 6, 6], 1, 10)] == [
-        3
-    ]  # 18 tokens would fit into two of 10, three of 6 do not
+    # 18 tokens would fit into two of 10, three of 6 do not.
+    assert [len(rank) for rank in pack([6, 6, 6], 1, 10)] == [3]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -188,13 +187,13 @@ def test_pack_balances_ranks_in_every_round(num_ranks):
 @pytest.mark.parametrize("num_seqs", [64, 128, 512])
 @pytest.mark.parametrize("max_tokens", [2048, 16384])
 def test_pack_gives_every_rank_as_many_tokens(num_ranks, num_seqs, max_tokens):
-    """Within 5 % of the mean, for even and for long-tailed lengths, also where one long trajectory fills a micro-batch alone."""
+    """Within 5 % of the mean, for even and for long-tailed lengths, also where one long trajectory fills a micro-batch
+    alone.
+    """
     for seed in range(20):
         rng = random.Random(seed)
-        even, tailed = (
-            [rng.randint(64, 2048) for _ in range(num_seqs)],
-            [min(2048, 64 + int(rng.expovariate(1 / 300))) for _ in range(num_seqs)],
-        )
+        even = [rng.randint(64, 2048) for _ in range(num_seqs)]
+        tailed = [min(2048, 64 + int(rng.expovariate(1 / 300))) for _ in range(num_seqs)]
         for lengths in (even, tailed):
             tokens = [
                 sum(lengths[i] for indices in rank for i in indices) for rank in pack(lengths, num_ranks, max_tokens)

@@ -1,4 +1,6 @@
-"""Records, traces and samples, of made-up trajectories; and that nothing a policy writes reaches a terminal as a command."""
+"""Records, traces and samples, of made-up trajectories; and that nothing a policy writes reaches a terminal as a
+command.
+"""
 
 import io
 import math
@@ -122,7 +124,8 @@ def test_table_fits_its_width_and_shows_the_ends_of_texts():
     t = make_trajectory(score=1.0, advantages=[0.5] * 3)
     t.task.messages, t.response = [{"role": "user", "content": "so many words\n" * 20 + "2+2="}], "reasons, " * 50 + "4"
     head, line = sample_table(samples([t]), 80).splitlines()
-    assert len(line) <= 80 and "2+2= …" in line and line.endswith("reasons, 4") and line.split()[:2] == ["1.00", "0.50"]
+    assert len(line) <= 80 and "2+2= …" in line and line.endswith("reasons, 4")
+    assert line.split()[:2] == ["1.00", "0.50"]
     assert len(one_line("x" * 100, 10)) == 10
 
 

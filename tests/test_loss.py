@@ -59,10 +59,8 @@ def loss_and_grad_norm(cfg, batch, logprobs, totals):
 
 
 def test_golden_lr_factor():
-    (name, expected), cfg = (
-        next(iter(GOLDEN["lr_factor"].items())),
-        ActorConfig(lr_scheduler_type="cosine", lr_warmup_steps=2, min_lr_ratio=0.1),
-    )
+    ((name, expected),) = GOLDEN["lr_factor"].items()
+    cfg = ActorConfig(lr_scheduler_type="cosine", lr_warmup_steps=2, min_lr_ratio=0.1)
     assert name.startswith("cosine, warmup 2 of 10, min_lr_ratio 0.1")
     assert [lr_factor(step, 10, cfg) for step in range(11)] == pytest.approx(expected, abs=1e-6)
 
@@ -90,9 +88,8 @@ def random_mini_batch(seed=0, size=11):
     def near(x):
         return (x.double() + 0.3 * torch.randn(len(x), generator=generator)).requires_grad_()
 
-    return trajectories, [
-        (near(t.old_logprobs), near(t.old_logprobs.abs())) for t in trajectories
-    ]  # leaves: logprobs [L], entropy [L]
+    leaves = [(near(t.old_logprobs), near(t.old_logprobs.abs())) for t in trajectories]  # logprobs [L], entropy [L]
+    return trajectories, leaves
 
 
 def backward(trajectories, leaves, cuts, cfg):
@@ -244,7 +241,9 @@ def one_token_losses(ratios, advantages, **knobs):
 
 
 def test_clipping_is_asymmetric_and_one_sided():
-    """Only a move in the direction that the advantage asks for is clipped: up with A > 0 at 1.28, down with A < 0 at 0.8."""
+    """Only a move in the direction that the advantage asks for is clipped: up with A > 0 at 1.28, down with A < 0 at
+    0.8.
+    """
     ratios, advantages = [1.27, 1.29, 0.5, 0.81, 0.79, 1.29], [1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
     loss, grad, metrics = one_token_losses(ratios, advantages, clip_ratio_low=0.2, clip_ratio_high=0.28)
     assert loss == pytest.approx([-1.27, -1.28, -0.5, 0.81, 0.8, 1.29])
@@ -344,7 +343,9 @@ def sigmoid(x):
 
 
 def test_gspo_by_hand():
-    """Ratios 2 and 1/2 of one sequence: its own is 1, unclipped, though each token's would be; 2 and 2 are clipped for A > 0 alone."""
+    """Ratios 2 and 1/2 of one sequence: its own is 1, unclipped, though each token's would be; 2 and 2 are clipped for
+    A > 0 alone.
+    """
     loss, grad, clipped = by_hand(
         "gspo", [0.4, 0.2, 0.4, 0.4, 0.4], [0.2, 0.4, 0.2, 0.2, 0.2], [1.0, 1.0, 1.0, 1.0, -1.0], [0, 0, 1, 1, 2]
     )
@@ -367,7 +368,9 @@ def test_gpg_by_hand():
 
 
 def test_sapo_by_hand():
-    """Ratios 1.5 and 0.5 with temperature 1.0 for A > 0 and 1.05 for the others; at ratio 1 the gradient is -A whatever the temperature."""
+    """Ratios 1.5 and 0.5 with temperature 1.0 for A > 0 and 1.05 for the others; at ratio 1 the gradient is -A whatever
+    the temperature.
+    """
     loss, grad, _ = by_hand("sapo", [0.3, 0.2, 0.5, 0.5], [0.2, 0.4, 0.5, 0.5], [2.0, -1.0, 3.0, -3.0])
     up, down = sigmoid(0.5), sigmoid(-0.5 * 1.05)
     assert loss == pytest.approx([-2 * up * 4, down * 4 / 1.05, -3 * 2, 3 * 2 / 1.05], rel=1e-6)
@@ -375,7 +378,9 @@ def test_sapo_by_hand():
 
 
 def test_geo_mean_by_hand():
-    """Log-ratios 0.5 and -0.4: for A > 0 the first is clipped to 0.28, for A < 0 the second to -0.2; a masked token takes no part."""
+    """Log-ratios 0.5 and -0.4: for A > 0 the first is clipped to 0.28, for A < 0 the second to -0.2; a masked token
+    takes no part.
+    """
     old = [0.1] * 5
     probs = [0.1 * math.exp(x) for x in (0.5, -0.4, 0.5, 2.0, -0.4)]
     loss, grad, clipped = by_hand(
@@ -388,7 +393,9 @@ def test_geo_mean_by_hand():
 
 
 def test_dppo_tv_by_hand():
-    """The probability may move by the clip, whatever the ratio: 0.2 -> 0.1 is inside, 0.5 -> 0.25 is not; only moves that the advantage asks for are cut."""
+    """The probability may move by the clip, whatever the ratio: 0.2 -> 0.1 is inside, 0.5 -> 0.25 is not; only moves
+    that the advantage asks for are cut.
+    """
     probs, old = [0.7, 0.85, 0.25, 0.1, 0.1, 0.25], [0.5, 0.5, 0.5, 0.2, 0.01, 0.5]
     loss, grad, clipped = by_hand("dppo_tv", probs, old, [1.0, 1.0, -1.0, -1.0, 2.0, 1.0], clip_ratio_c=3.0)
     assert clipped == [False, True, True, False, False, False]
@@ -432,7 +439,9 @@ def mismatched(rollout, old, response):
 
 
 def test_rollout_mismatch_by_hand():
-    """Ratios 0.5/0.4 = 1.25 and 0.2/0.4 = 0.5 on two sampled tokens; the observed token between them and the unscorable trajectory stay out."""
+    """Ratios 0.5/0.4 = 1.25 and 0.2/0.4 = 0.5 on two sampled tokens; the observed token between them and the unscorable
+    trajectory stay out.
+    """
     assert mismatched([0.4, 1.0, 0.4], [0.5, 0.01, 0.2], (1, 0, 1)) == pytest.approx(
         {
             "correction/prob_diff_mean": 0.15,
@@ -487,7 +496,8 @@ def with_ratios(*ratios, response=None, session_id=0):
 
 
 @pytest.mark.parametrize(
-    "kind, kept",  # in the band 0.5..2; of the third the geometric mean is 1, of the fourth 2.25, of the last 1.6 (its product is 2.56)
+    # In the band 0.5..2; of the third the geometric mean is 1, of the fourth 2.25, of the last 1.6 (the product 2.56).
+    "kind, kept",
     [
         ("none", ["0111", "01101", "011", "011", "01", "011"]),
         ("token", ["0101", "01100", "000", "001", "00", "011"]),
@@ -514,7 +524,9 @@ def test_rejected_tokens_and_sequences_leave_the_mask(kind, kept):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_rejected_tokens_leave_numerator_and_denominator(aggregation):
-    """The loss is that of the trajectories without them (as observations), and of the batch without the sequence that lost all."""
+    """The loss is that of the trajectories without them (as observations), and of the batch without the sequence that
+    lost all.
+    """
     cfg = LossConfig(loss_agg_mode=aggregation, rollout_rs="token", **KNOBS)
     rejected = [with_ratios(1.0, 3.0, 1.2), with_ratios(9.0, 0.1, session_id=1), with_ratios(1.0, session_id=2)]
     without = [with_ratios(1.0, 1.0, 1.2, response=(1, 0, 1)), with_ratios(1.0, session_id=2)]

@@ -1,4 +1,6 @@
-"""Proofs of what the algorithm promises, one function a proof, over every loss, aggregation and correction: `make prove`."""
+"""Proofs of what the algorithm promises, one function a proof, over every loss, aggregation and correction: `make
+prove`.
+"""
 
 import itertools
 import math
@@ -54,7 +56,9 @@ def config(mode, aggregation, correction=("none", "none")) -> LossConfig:
 
 
 def mini_batch(cfg):
-    """11 trajectories with observations in them, one unscorable, one truncated and masked, tokens or sequences rejected as cfg says; and their leaves."""
+    """11 trajectories with observations in them, one unscorable, one truncated and masked, tokens or sequences rejected
+    as cfg says; and their leaves.
+    """
     trajectories, leaves = random_mini_batch()
     trajectories[5].finish_reason = "length"
     for t in trajectories[::2]:  # half of them near vLLM's, so that some sequences stay
@@ -115,7 +119,9 @@ def test_golden_rollout_correction():
 
 
 def test_golden_leaves_nothing_out():
-    """Every entry of golden.json has a test: advantages in test_advantage.py, lr_factor in test_loss.py, the others here."""
+    """Every entry of golden.json has a test: advantages in test_advantage.py, lr_factor in test_loss.py, the others
+    here.
+    """
     assert set(GOLDEN) == {
         "about",
         "advantage",
@@ -139,7 +145,9 @@ def test_golden_leaves_nothing_out():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("mode", LOSSES)
 def test_the_gradient_does_not_depend_on_the_cut(mode, aggregation, correction):
-    """1, 2, 5 or as many micro-batches as trajectories, token budgets that cut differently, rows: one loss, one gradient, one set of metrics."""
+    """1, 2, 5 or as many micro-batches as trajectories, token budgets that cut differently, rows: one loss, one
+    gradient, one set of metrics.
+    """
     cfg = config(mode, aggregation, correction)
     trajectories, leaves = mini_batch(cfg)
     size, lengths = len(trajectories), [len(t.tokens) for t in trajectories]
@@ -187,7 +195,9 @@ class ToyModel(torch.nn.Module):
 
 
 class ToyActor(Actor):
-    """The real `Actor.update` on a model that is whole on every rank: gradients are averaged as FSDP averages them, and kept, not applied."""
+    """The real `Actor.update` on a model that is whole on every rank: gradients are averaged as FSDP averages them, and
+    kept, not applied.
+    """
 
     def __init__(self, max_tokens):
         self.cfg, self.device = ActorConfig(ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=max_tokens), "cpu"
@@ -210,7 +220,9 @@ MAX_TOKENS = {1: 1000, 2: 64, 3: 48}  # by world size: one micro-batch, and cuts
 
 
 def gradients_of_a_world(rank, world_size, folder):
-    """Two mini-batches, of nine trajectories and of two (fewer than three ranks), with every loss, aggregation and correction."""
+    """Two mini-batches, of nine trajectories and of two (fewer than three ranks), with every loss, aggregation and
+    correction.
+    """
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank, world_size=world_size)
     actor, results = ToyActor(MAX_TOKENS[world_size]), {}
     trajectories, _ = random_mini_batch()
@@ -251,7 +263,9 @@ def worlds(tmp_path_factory):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_gradient_does_not_depend_on_the_ranks(worlds, world_size):
-    """`Actor.update` over gloo, every loss, aggregation and correction: 2 and 3 ranks have the gradients and metrics of 1."""
+    """`Actor.update` over gloo, every loss, aggregation and correction: 2 and 3 ranks have the gradients and metrics of
+    1.
+    """
     for name in EVERYTHING:
         (expected, metrics), (gradients, its_metrics) = worlds[1][name], worlds[world_size][name]
         metrics, its_metrics = (
@@ -269,7 +283,9 @@ def test_the_gradient_does_not_depend_on_the_ranks(worlds, world_size):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("mode", LOSSES)
 def test_the_first_update_has_ratio_one(mode, aggregation):
-    """With old log-probs that equal the current ones, or none: ratios exactly 1, nothing clipped, the same loss and gradient to the bit."""
+    """With old log-probs that equal the current ones, or none: ratios exactly 1, nothing clipped, the same loss and
+    gradient to the bit.
+    """
     trajectories, leaves = random_mini_batch()
     logprobs = torch.cat([lp.detach() for lp, _ in leaves]).float().requires_grad_()
     results, cfg = [], LossConfig(loss_mode=mode, loss_agg_mode=aggregation, **KNOBS)
@@ -294,7 +310,9 @@ def test_the_first_update_has_ratio_one(mode, aggregation):
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("mode", LOSSES)
 def test_observations_have_no_gradient(mode, correction, estimator):
-    """From the scores on: whatever vLLM, actor and reference say about the tokens of a tool changes no advantage, no loss and no gradient, bitwise."""
+    """From the scores on: whatever vLLM, actor and reference say about the tokens of a tool changes no advantage, no
+    loss and no gradient, bitwise.
+    """
     aggregation = AGGREGATIONS[sum(map(ord, estimator)) % 4]
     cfg, algorithm = (
         config(mode, aggregation, correction),
@@ -328,7 +346,9 @@ def test_observations_have_no_gradient(mode, correction, estimator):
 
 
 def difference(function, x, eps=1e-6):
-    """Central difference of a function at x [T], a coordinate at a time; the function may return a scalar or [T], whose sum is meant."""
+    """Central difference of a function at x [T], a coordinate at a time; the function may return a scalar or [T], whose
+    sum is meant.
+    """
     steps = eps * torch.eye(len(x), dtype=x.dtype)
     return torch.stack([(function(x + step).sum() - function(x - step).sum()) / (2 * eps) for step in steps])
 
@@ -338,7 +358,9 @@ def geometric_mean(ratio, seq_ids):
 
 
 def surrogate(mode, x, at, old, a, seq_ids, cfg):
-    """The loss of semantics.md, section 8, whose true gradient at x = `at` the loss promises: what it stops the gradient of is computed from `at`."""
+    """The loss of semantics.md, section 8, whose true gradient at x = `at` the loss promises: what it stops the
+    gradient of is computed from `at`.
+    """
     low, high = cfg.clip_range
     now, then = (x - old).exp(), (at - old).exp()  # ratios with and without gradient
 
@@ -364,7 +386,9 @@ def surrogate(mode, x, at, old, a, seq_ids, cfg):
 
 @pytest.mark.parametrize("mode", LOSSES)
 def test_finite_differences_agree_with_the_gradient_of_the_loss(mode):
-    """In float64, on 120 tokens in 24 sequences. Where a loss stops a gradient, of the surrogate that its paper documents."""
+    """In float64, on 120 tokens in 24 sequences. Where a loss stops a gradient, of the surrogate that its paper
+    documents.
+    """
     generator = torch.Generator().manual_seed(0)
     old, noise, a = torch.randn(3, 120, dtype=torch.float64, generator=generator)
     old = -old.abs()
@@ -404,7 +428,9 @@ def test_finite_differences_agree_with_the_gradient_of_kl(kind):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("mode", ["vanilla", "sapo", "geo_mean"])
 def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(mode, aggregation, correction):
-    """policy_loss with KL, entropy bonus and correction (its weights are constants), by the log-probs and by the entropy."""
+    """policy_loss with KL, entropy bonus and correction (its weights are constants), by the log-probs and by the
+    entropy.
+    """
     cfg = config(mode, aggregation, correction)
     trajectories, leaves = mini_batch(cfg)
     batch, totals = collate(trajectories), count_totals(trajectories)
@@ -425,7 +451,9 @@ def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(mode, aggr
 @pytest.mark.parametrize("kind", [None, "k1", "k2", "k3", "abs", "k3+"])
 @pytest.mark.parametrize("mode", LOSSES)
 def test_what_masked_positions_hold_does_not_matter(mode, kind, fill):
-    """NaN or inf where the mask is 0: loss, gradient and metrics are bitwise those of finite values. (0 * NaN is NaN: masking by multiplication fails here.)"""
+    """NaN or inf where the mask is 0: loss, gradient and metrics are bitwise those of finite values. (0 * NaN is NaN:
+    masking by multiplication fails here.)
+    """
     for aggregation, correction in zip(AGGREGATIONS * 2, (*CORRECTIONS, *CORRECTIONS[1:3])):
         cfg = config(mode, aggregation, correction)
         cfg = replace(cfg, use_kl_loss=kind is not None, kl_loss_type=kind or cfg.kl_loss_type)
@@ -458,7 +486,7 @@ def test_what_masked_positions_hold_does_not_matter(mode, kind, fill):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_one_step_raises_what_was_good_and_lowers_what_was_bad(mode, aggregation, correction):
-    """The log-prob of every token of a positive advantage goes up, of a negative one down, and an observation's stays."""
+    """The log-prob of every token of a positive advantage goes up, of a negative one down, an observation's stays."""
     good = make_trajectory(prompt=1, response=(1, 1), advantages=[1.5, 1.5])
     bad = make_trajectory(prompt=1, response=(1, 0, 1), session_id=1, advantages=[-0.5, -0.5, -0.5])
     logits = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
