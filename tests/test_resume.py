@@ -108,7 +108,7 @@ def broken(trajectories, cfg):
     return metrics
 
 train.compute_advantages = broken
-rank.run(lambda: train.train(train.load_config(sys.argv[1:])))
+rank.run(lambda: train.main(sys.argv[1:]))
 """
 
 
