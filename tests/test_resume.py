@@ -61,9 +61,9 @@ def test_kill_while_metrics_are_rewritten_loses_none(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "write_text", half)
-        Logger(LogConfig(), tmp_path, 0, (2, 4), {}, None)
+        Logger(LogConfig(), tmp_path, 2, 4, {}, None)
     assert (tmp_path / "metrics.jsonl").read_text() == LINES
-    Logger(LogConfig(), tmp_path, 0, (2, 4), {}, None)
+    Logger(LogConfig(), tmp_path, 2, 4, {}, None)
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
 
 
@@ -73,18 +73,18 @@ def test_records_are_kept_as_they_were_but_for_one_cut_short(tmp_path):
         LINES.splitlines()[0] + "\n\n" + '{"step": 1, "a": 1e-06, "b": null, "c": 0.1}'
     )
     for _ in range(2):
-        Logger(LogConfig(), tmp_path, 0, (2, 4), {}, None)
+        Logger(LogConfig(), tmp_path, 2, 4, {}, None)
         assert path.read_text() == LINES.splitlines()[0] + "\n" + '{"step": 1, "a": 1e-06, "b": null, "c": 0.1}\n'
     path.write_text(LINES + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 4, is not JSON"):
-        Logger(LogConfig(), tmp_path, 0, (2, 4), {}, None)
+        Logger(LogConfig(), tmp_path, 2, 4, {}, None)
     assert path.read_text() == LINES + "\n"
 
 
 def test_last_lines_of_a_resumed_run_are_about_the_whole(tmp_path, capsys):
     """Before: the first validation of all, not the resume's; and of one that was not done before, no number."""
     (tmp_path / "metrics.jsonl").write_text(LINES)
-    log = Logger(LogConfig(), tmp_path, 0, (2, 4), {}, None)
+    log = Logger(LogConfig(), tmp_path, 2, 4, {}, None)
     log.add({"val/exact/mean@1": 0.75, "val/other/mean@1": 0.5})
     log.end_step(4)
     log.finish()
