@@ -10,11 +10,13 @@ the sums (47+85=142) until the model is right about 30 % of the time, sampled, a
 is learned here, and what is left for RL is real but small: to find from the score alone that the lesser habit pays, to
 lose the other, and to mend the sums that were still shaky. It is judged on 256 sums that no phase has trained on.
 
-With --tools the task is the product of two three-digit numbers, which this model can't do, and it has a calculator. A first teacher
-always asks the calculator and repeats what it says; a proud one asks it in 15 % of the cases and else answers at once, from a
-memory that the model doesn't have. What is left for RL (configs/tool_agent.yaml) is to find that asking pays.
+With --tools the task is the product of two three-digit numbers, which this model can't do, and it has a calculator. A
+first teacher always asks the calculator and repeats what it says. A proud one asks it in 15 % of the cases and else
+answers at once, from a memory that the model doesn't have. What is left for RL (configs/tool_agent.yaml) is to find
+that asking pays.
 
 python -m tasks.quickstart [--tools] [--folder data/quickstart | data/tool_agent] [--seed 0]
+python -m tasks.quickstart --few-shot data
 """
 
 import argparse
@@ -24,13 +26,26 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.tools import tool_schema
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import, and a folder that is ready needs neither
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 PAD, IM_START, IM_END, UNK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 ROLES = ["system", "user", "assistant", "tool"]
 CHARACTERS = "0123456789+-*/=%^ \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?'\"`()[]{}<>_|&@#$~\\"
 CALL, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
-CHAT_TEMPLATE = (  # ChatML without newlines: on two cores every token counts; of tools it tells the names
-    "{% if tools %}{{ '<|im_start|>system' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ '<|im_end|>' }}{% endif %}"
+# ChatML without newlines: on two cores every token counts. Of tools it tells only the names.
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system' }}"
+    "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + (message['content'] or '') + '<|im_end|>' }}"
     "{% endfor %}"
@@ -38,15 +53,24 @@ CHAT_TEMPLATE = (  # ChatML without newlines: on two cores every token counts; o
 )
 
 NUM_VAL = 256
-DILIGENT, SLOPPY = (0.85, 1.00), (0.25, 0.35)  # sampled accuracy on validation at which a teacher leaves
+MAX_STEPS = 600  # of a teacher: several times what any seed has needed
+
+# Sampled accuracy on validation, (lowest, highest), at which a teacher leaves.
+DILIGENT = (0.85, 1.00)
+SLOPPY = (0.25, 0.35)
 WRONG = 0.70  # share of the training sums that the sloppy teacher gets wrong
-ASKING, PROUD = (0.92, 1.00), (0.08, 0.20)  # the same of products, by way of the calculator
+
+# The same of products.
+ASKING = (0.92, 1.00)
+PROUD = (0.08, 0.20)
 ASKED = 0.15  # share of the products for which the proud teacher asks the calculator
-MAX_STEPS = 600  # of a phase: several times what any seed has needed
+
+Pairs = list[tuple[int, int]]  # the numbers to add or to multiply
+Reply = tuple[str, ...]  # the model's turns, and between two of them what it reads
 
 
-def make_tokenizer(words=()):
-    """A token a character; a role, a special token and each of `words` is one token, and a character of no token is UNK."""
+def make_tokenizer(words: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
+    """A token a character; a role, a special token and each of `words` is one token, other characters are UNK."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,9 +92,19 @@ def make_tokenizer(words=()):
     return tokenizer
 
 
-def make_model(tokenizer, hidden=256, layers=3, intermediate=768, seed=0, tie_word_embeddings=True):
-    """A Qwen3 with random fp32 weights. `hidden` is a multiple of 64: heads have 32 numbers, because vLLM's CPU
-    attention does not know 16. As in published models the vocabulary is padded beyond the tokenizer's."""
+def make_model(
+    tokenizer: "PreTrainedTokenizerFast",
+    hidden: int = 256,
+    layers: int = 3,
+    intermediate: int = 768,
+    seed: int = 0,
+    tie_word_embeddings: bool = True,
+) -> "Qwen3ForCausalLM":
+    """A Qwen3 with random fp32 weights.
+
+    `hidden` is a multiple of 64: heads have 32 numbers, because vLLM's CPU attention does not know 16. As in published
+    models the vocabulary is padded beyond the tokenizer's.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -94,14 +128,14 @@ def make_model(tokenizer, hidden=256, layers=3, intermediate=768, seed=0, tie_wo
         return Qwen3ForCausalLM(config)
 
 
-def split_sums(seed: int) -> tuple[list, list]:
+def split_sums(seed: int) -> tuple[Pairs, Pairs]:
     """All 8100 sums of two two-digit numbers in a random order, as (training, validation) pairs (a, b)."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(pairs)
     return pairs[NUM_VAL:], pairs[:NUM_VAL]
 
 
-def split_products(seed: int) -> tuple[list, list]:
+def split_products(seed: int) -> tuple[Pairs, Pairs]:
     """8448 pairs of three-digit numbers, as (training, validation) pairs (a, b)."""
     rng = random.Random(seed)
     pairs = [(n // 900 + 100, n % 900 + 100) for n in rng.sample(range(810000), 8192 + NUM_VAL)]
@@ -109,6 +143,7 @@ def split_products(seed: int) -> tuple[list, list]:
 
 
 def make_row(a: int, b: int, split: str, index: int, sign: str = "+") -> dict:
+    """A row in verl's shape: the sum of a and b, or their product when the sign is `*`."""
     return {
         "prompt": [{"role": "user", "content": f"{a}{sign}{b}="}],
         "data_source": "exact",
@@ -117,28 +152,35 @@ def make_row(a: int, b: int, split: str, index: int, sign: str = "+") -> dict:
     }
 
 
-def ask(a: int, b: int) -> tuple[str, str, str]:
+def ask(a: int, b: int) -> Reply:
     """A call of the calculator, what is read behind it, and the answer."""
-    return f"{CALL}{a}*{b}{CALLED}{IM_END}", f"{IM_START}tool{a * b}{IM_END}{IM_START}assistant", f"{a * b}{IM_END}"
+    call = f"{CALL}{a}*{b}{CALLED}{IM_END}"
+    heard = f"{IM_START}tool{a * b}{IM_END}{IM_START}assistant"
+    return call, heard, f"{a * b}{IM_END}"
 
 
-def encode(tokenizer, rows, replies, tools=None):
-    """(ids, labels), each [N, L], padded on the right. A reply is the model's turns with what it reads between them; labels are -100 but at its turns."""
+def encode(
+    tokenizer: "PreTrainedTokenizerFast", rows: list[dict], replies: Sequence[Reply], tools: list | None = None
+) -> "tuple[Tensor, Tensor]":
+    """(ids, labels), each [N, L] and padded on the right; labels are -100 except at the model's turns."""
     import torch
 
-    ids, labels = [], []
+    all_ids, all_labels = [], []
     for row, reply in zip(rows, replies):
-        prompt = tokenizer.apply_chat_template(
-            row["prompt"], tools=tools, add_generation_prompt=True, return_dict=False
-        )
-        parts = [prompt, *(tokenizer(text).input_ids for text in reply)]
-        ids.append(torch.tensor([x for part in parts for x in part]))
-        labels.append(torch.tensor([x if i % 2 else -100 for i, part in enumerate(parts) for x in part]))
+        prompt = row["prompt"]
+        ids = tokenizer.apply_chat_template(prompt, tools=tools, add_generation_prompt=True, return_dict=False)
+        labels = [-100] * len(ids)
+        for i, text in enumerate(reply):
+            tokens = tokenizer(text).input_ids
+            ids += tokens
+            labels += tokens if i % 2 == 0 else [-100] * len(tokens)
+        all_ids.append(torch.tensor(ids))
+        all_labels.append(torch.tensor(labels))
     pad = torch.nn.utils.rnn.pad_sequence
-    return pad(ids, True, tokenizer.pad_token_id), pad(labels, True, -100)
+    return pad(all_ids, True, tokenizer.pad_token_id), pad(all_labels, True, -100)
 
 
-def accuracy(model, ids, labels) -> tuple[float, float]:
+def accuracy(model: "Qwen3ForCausalLM", ids: "Tensor", labels: "Tensor") -> tuple[float, float]:
     """(sampled, greedy): the mean probability of the whole right reply at temperature 1, and greedy's share of it."""
     import torch
 
@@ -148,10 +190,13 @@ def accuracy(model, ids, labels) -> tuple[float, float]:
     scored = labels != -100
     right = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]  # [N, L-1]
     sampled = torch.where(scored, right, 0.0).sum(1).exp().mean().item()
-    return sampled, ((logprobs.argmax(-1) == labels) | ~scored).all(1).float().mean().item()
+    greedy_is_right = (logprobs.argmax(-1) == labels) | ~scored  # [N, L-1]
+    return sampled, greedy_is_right.all(1).float().mean().item()
 
 
-def supervise(model, ids, labels, lr: float, seed: int, done) -> int:
+def supervise(
+    model: "Qwen3ForCausalLM", ids: "Tensor", labels: "Tensor", lr: float, seed: int, done: Callable[[], bool]
+) -> int:
     """AdamW steps on random batches of 128 until `done()`, asked every 10 steps; the number of steps."""
     import torch
 
@@ -162,7 +207,8 @@ def supervise(model, ids, labels, lr: float, seed: int, done) -> int:
         optimizer.param_groups[0]["lr"] = lr * min(1.0, step / 20)
         rows = torch.randint(len(ids), (128,), generator=generator)
         hidden = model.model(ids[rows, :-1]).last_hidden_state[:, first - 1 :]
-        logits, target = model.lm_head(hidden), labels[rows, first:]
+        logits = model.lm_head(hidden)
+        target = labels[rows, first:]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
@@ -173,75 +219,115 @@ def supervise(model, ids, labels, lr: float, seed: int, done) -> int:
     raise AssertionError(f"the warm start has not met its criterion after {MAX_STEPS} steps")
 
 
-def sum_lessons(train, val, rng):
-    """([(teacher, replies on the training rows, learning rate, (low, high) accuracy to leave at)], right replies on validation)."""
-    right, held_out = ([(f"{a + b}{IM_END}",) for a, b in pairs] for pairs in (train, val))
+@dataclass(frozen=True)
+class Teacher:
+    """Who gives a reply to every training row, until the model's sampled accuracy on validation is in the interval."""
+
+    name: str
+    replies: list[Reply]
+    lr: float
+    leaves_at: tuple[float, float]
+
+
+def sum_lessons(train: Pairs, val: Pairs, rng: random.Random) -> tuple[list[Teacher], list[Reply]]:
+    """(teachers, right replies on validation)."""
+    right: list[Reply] = [(f"{a + b}{IM_END}",) for a, b in train]
     sloppy = [(f"{a + b + 10}{IM_END}",) if rng.random() < WRONG else reply for (a, b), reply in zip(train, right)]
-    return [("diligent", right, 4e-3, DILIGENT), ("sloppy", sloppy, 1e-3, SLOPPY)], held_out
+    teachers = [Teacher("diligent", right, 4e-3, DILIGENT), Teacher("sloppy", sloppy, 1e-3, SLOPPY)]
+    return teachers, [(f"{a + b}{IM_END}",) for a, b in val]
 
 
-def product_lessons(train, val, rng):
-    asking, held_out = ([ask(a, b) for a, b in pairs] for pairs in (train, val))
+def product_lessons(train: Pairs, val: Pairs, rng: random.Random) -> tuple[list[Teacher], list[Reply]]:
+    asking = [ask(a, b) for a, b in train]
     proud = [reply if rng.random() < ASKED else reply[2:] for reply in asking]
-    return [("asking", asking, 6e-3, ASKING), ("proud", proud, 1e-3, PROUD)], held_out
+    teachers = [Teacher("asking", asking, 6e-3, ASKING), Teacher("proud", proud, 1e-3, PROUD)]
+    return teachers, [ask(a, b) for a, b in val]
 
 
-def warm_start(model, tokenizer, rows, lessons, tools, seed: int) -> None:
+def warm_start(
+    model: "Qwen3ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    rows: dict[str, list[dict]],
+    lessons: tuple[list[Teacher], list[Reply]],
+    tools: list | None,
+    seed: int,
+) -> None:
     """The two teachers of the file's docstring; prints what each left behind. Validation only says when to stop."""
     teachers, right = lessons
     held_out = encode(tokenizer, rows["val"], right, tools)
-    for name, replies, lr, (low, high) in teachers:
+    for teacher in teachers:
         start = time.time()
-        examples = encode(tokenizer, rows["train"], replies, tools)
-        steps = supervise(model, *examples, lr, seed, lambda: low <= accuracy(model, *held_out)[0] <= high)
+        examples = encode(tokenizer, rows["train"], teacher.replies, tools)
+        steps = teach(model, teacher, examples, held_out, seed)
         sampled, greedy = accuracy(model, *held_out)
         print(
-            f"  {name} teacher: {steps} steps, {time.time() - start:.0f} s; right on validation: "
+            f"  {teacher.name} teacher: {steps} steps, {time.time() - start:.0f} s; right on validation: "
             f"{sampled:.1%} sampled at temperature 1, {greedy:.1%} greedy",
             flush=True,
         )
 
 
+def teach(model: "Qwen3ForCausalLM", teacher: Teacher, examples: tuple, held_out: tuple, seed: int) -> int:
+    """Supervise the model on a teacher's examples, (ids, labels), until the teacher leaves; the number of steps."""
+    low, high = teacher.leaves_at
+
+    def leaves() -> bool:
+        sampled, _ = accuracy(model, *held_out)
+        return low <= sampled <= high
+
+    ids, labels = examples
+    return supervise(model, ids, labels, teacher.lr, seed, leaves)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of task, and the model for it."""
+
+    sign: str
+    split: Callable[[int], tuple[Pairs, Pairs]]
+    lessons: Callable[[Pairs, Pairs, random.Random], tuple[list[Teacher], list[Reply]]]
+    says: str
+    model: dict[str, Any] = field(default_factory=dict)  # arguments of make_model
+    words: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+
+
+SUMS = Kind("+", split_sums, sum_lessons, "adds two-digit numbers, badly")
+PRODUCTS = Kind(
+    "*",
+    split_products,
+    product_lessons,
+    "rarely asks its calculator",
+    model=dict(hidden=128, layers=2, intermediate=128),
+    words=("calculator", CALL, CALLED),
+    tools=("calculator",),
+)
+
+
 def make(folder: str, seed: int = 0, products: bool = False) -> None:
-    """Write model/, train.jsonl and val.jsonl to `folder`, unless this very file has already, with this seed and task."""
-    with open(__file__, "rb") as file:
-        recipe = hashlib.sha256(file.read() + f" seed {seed}, products {products}".encode()).hexdigest()
-    marker = os.path.join(folder, "recipe")
-    if os.path.exists(marker) and open(marker).read() == recipe:
-        return print(f"{folder} is ready")
+    """Write model/, train.jsonl and val.jsonl to `folder`, unless this very file has already, with this seed and task.
+
+    ValueError when the folder holds anything else: it would be replaced.
+    """
+    written_by = Path(__file__).read_bytes() + f" seed {seed}, products {products}".encode()
+    recipe = hashlib.sha256(written_by).hexdigest()
+    marker = Path(folder, "recipe")
+    if marker.exists() and marker.read_text() == recipe:
+        print(f"{folder} is ready")
+        return
     found = os.listdir(folder) if os.path.exists(folder) else []
     strangers = set(found) - {"model", "train.jsonl", "val.jsonl", "recipe"}
     if strangers:
         raise ValueError(f"--folder {folder} would be replaced but holds {sorted(strangers)[0]!r}, not made here")
 
-    print(
-        f"making {folder}: a model that {'rarely asks its calculator' if products else 'adds two-digit numbers, badly'}",
-        flush=True,
-    )
-    from transformers.utils import logging
-
-    from tasks.tools import tool_schema
-
-    start, temporary = time.time(), f"{folder.rstrip('/')}.{os.getpid()}"
-    os.makedirs(temporary)
+    kind = PRODUCTS if products else SUMS
+    print(f"making {folder}: a model that {kind.says}", flush=True)
+    start = time.time()
+    temporary = Path(f"{folder.rstrip('/')}.{os.getpid()}")
+    temporary.mkdir(parents=True)
     try:
-        pairs = dict(zip(("train", "val"), (split_products if products else split_sums)(seed)))
-        rows = {
-            split: [make_row(a, b, split, i, "*" if products else "+") for i, (a, b) in enumerate(pairs[split])]
-            for split in pairs
-        }
-        for split in rows:
-            with open(f"{temporary}/{split}.jsonl", "w") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows[split])
-        tokenizer = make_tokenizer(("calculator", CALL, CALLED) if products else ())
-        model = make_model(tokenizer, **(dict(hidden=128, layers=2, intermediate=128) if products else {}), seed=seed)
-        lessons = (product_lessons if products else sum_lessons)(pairs["train"], pairs["val"], random.Random(seed))
-        warm_start(model, tokenizer, rows, lessons, [tool_schema("calculator")] if products else None, seed)
-        logging.disable_progress_bar()
-        model.save_pretrained(f"{temporary}/model")
-        tokenizer.save_pretrained(f"{temporary}/model")
-        with open(f"{temporary}/recipe", "w") as file:
-            file.write(recipe)
+        fill(temporary, kind, seed)
+        (temporary / "recipe").write_text(recipe)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)  # complete or absent, whenever we are stopped
     finally:
@@ -249,30 +335,64 @@ def make(folder: str, seed: int = 0, products: bool = False) -> None:
     print(f"made {folder} in {time.time() - start:.0f} s", flush=True)
 
 
+def fill(folder: Path, kind: Kind, seed: int) -> None:
+    """Make the rows and the model, and write them."""
+    from transformers.utils import logging
+
+    train, val = kind.split(seed)
+    rows = {}
+    for split, pairs in (("train", train), ("val", val)):
+        rows[split] = [make_row(a, b, split, i, kind.sign) for i, (a, b) in enumerate(pairs)]
+        write_rows(folder / f"{split}.jsonl", rows[split])
+    tokenizer = make_tokenizer(kind.words)
+    model = make_model(tokenizer, **kind.model, seed=seed)
+    lessons = kind.lessons(train, val, random.Random(seed))
+    tools = [tool_schema(name) for name in kind.tools] or None
+    warm_start(model, tokenizer, rows, lessons, tools, seed)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Rows as JSON lines."""
+    with open(path, "w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+
+
 def write_few_shot(folder: str) -> None:
-    """few_shot_train.jsonl (8192 rows) and few_shot_val.jsonl (512): two-digit additions as plain text after four worked ones,
-    what configs/smollm2_arith.yaml trains on. The same rows for everyone: other systems were measured on them."""
+    """few_shot_train.jsonl (8192 rows) and few_shot_val.jsonl (512), what configs/smollm2_arith.yaml trains on.
+
+    Two-digit additions as plain text after four worked ones. The same rows for everyone: other systems were measured on
+    them.
+    """
     rng = random.Random(7)
     os.makedirs(folder, exist_ok=True)
-    for split, rows in (("train", 8192), ("val", 512)):
-        with open(f"{folder}/few_shot_{split}.jsonl", "w") as file:
-            for _ in range(rows):
-                numbers = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(5)]
-                worked = "".join(f"{a} + {b} = {a + b}\n" for a, b in numbers[:4])
-                a, b = numbers[4]
-                file.write(
-                    json.dumps({"prompt": f"{worked}{a} + {b} =", "answer": str(a + b), "data_source": "exact_int"})
-                    + "\n"
-                )
+    for split, num_rows in (("train", 8192), ("val", 512)):
+        rows = []
+        for _ in range(num_rows):
+            *solved, (a, b) = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(5)]
+            worked = "".join(f"{x} + {y} = {x + y}\n" for x, y in solved)
+            rows.append({"prompt": f"{worked}{a} + {b} =", "answer": str(a + b), "data_source": "exact_int"})
+        write_rows(Path(folder, f"few_shot_{split}.jsonl"), rows)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tools", action="store_true", help="products, and a calculator")
-    parser.add_argument("--folder")
+    parser.add_argument("--folder", help="where to write; default: data/quickstart, with --tools data/tool_agent")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--few-shot", metavar="FOLDER", help="only write the data of configs/smollm2_arith.yaml there")
     args = parser.parse_args()
-    write_few_shot(args.few_shot) if args.few_shot else make(
-        args.folder or ("data/tool_agent" if args.tools else "data/quickstart"), args.seed, args.tools
-    )
+    if args.few_shot:
+        write_few_shot(args.few_shot)
+    else:
+        folder = args.folder or ("data/tool_agent" if args.tools else "data/quickstart")
+        make(folder, args.seed, args.tools)
+
+
+if __name__ == "__main__":
+    main()

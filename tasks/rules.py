@@ -1,25 +1,26 @@
 """The rules that ship: how a response is judged.
 
-A rule is `(task, trajectory) -> float | {"score": float, part: float, ...}`. It reads `trajectory.answer`, the text of the policy's
-last turn (a tool's result is not its answer), and `task.ground_truth`. Where the ground truth can't be read it raises: NaN, not 0.
+A rule is `(task, trajectory) -> float | {"score": float, part: float, ...}`. It reads `trajectory.answer`, the text of
+the policy's last turn (a tool's result is not its answer), and `task.ground_truth`. It raises where the ground truth
+can't be read, and the score is NaN, not 0.
 """
 
 import ast
 import functools
-import itertools
 import json
 import logging
 import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from batch import Task, Trajectory
 
-# Blanks, bold and currency signs around the sign; thousands separators; an exponent.
+# A number: blanks, bold and currency signs around its sign, thousands separators, an exponent.
 NUMBER = re.compile(
     r"([-+]?)[\s*]*\\?[$€£]?\s*([-+]?)\s*(\d{1,3}(?:,\d{3})++(?!\d)(?:\.\d++)?+|\d++(?:\.\d++)?+(?:[eE][-+]?\d{1,3})?+|\.\d++)"
 )
-# What makes it only a part: 3/4, 3:30, 3^2, 3 * 2, 3 - 2, 1.000.000, 1,2, 3 1/2, 1 234
+# What may follow a number that is only a part of something: 3/4, 3:30, 3^2, 3 * 2, 3 - 2, 1.000.000, 1,2, 3 1/2, 1 234.
 GOES_ON = re.compile(r"[.,]\d|\s*(?:[-+/:^*×x]|\\times|\\cdot)\s*\d|\s\d+/\d|\s\d{3}(?!\d)")
 
 
@@ -33,12 +34,16 @@ def first_number(text: str) -> Fraction | None:
 
 
 def gsm8k(task: Task, trajectory: Trajectory) -> float:
-    """1 when the number after the last `####` is the answer (Cobbe et al. 2021), which may be a whole solution with `####`."""
+    """1 when the number after the last `####` is the answer (Cobbe et al. 2021).
+
+    The ground truth may be a whole solution with `####`, as in gsm8k's answer column.
+    """
     truth = first_number(str(task.ground_truth).rpartition("####")[2])
     if truth is None:
         raise ValueError(f"gsm8k: the ground truth of row {task.index} is not a number: {task.ground_truth!r}")
-    numbers = [first_number(text) for text in re.findall(r"####([^\n]*)", trajectory.answer)]
-    return float(next((n for n in reversed(numbers) if n is not None), None) == truth)
+    found = [first_number(text) for text in re.findall(r"####([^\n]*)", trajectory.answer)]
+    numbers = [number for number in found if number is not None]  # `#### Done` is a heading
+    return float(bool(numbers) and numbers[-1] == truth)
 
 
 def exact(task: Task, trajectory: Trajectory) -> float:
@@ -55,51 +60,72 @@ def exact_int(task: Task, trajectory: Trajectory) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{} or \fbox{} holds, or the number behind \boxed; None when there is none or its brace is never closed."""
+    r"""What the last \boxed{} or \fbox{} holds, or the number behind a \boxed without braces.
+
+    None when there is no box, or when the brace of the last one is never closed.
+    """
     boxes = list(re.finditer(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[\d.,]*))", text))
-    if not boxes or boxes[-1][1]:
-        return boxes[-1][1] if boxes else None
-    start, depth = boxes[-1].end(), 1
-    for brace in re.finditer(r"\\.|[{}]", text[start:]):  # an escaped brace is no brace
+    if not boxes:
+        return None
+    if boxes[-1][1]:
+        return boxes[-1][1]
+    start = boxes[-1].end()
+    depth = 1
+    for brace in re.finditer(r"\\.|[{}]", text[start:]):  # an escaped brace, the first alternative, does not count
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             return text[start : start + brace.start()]
     return None
 
 
-# in a LaTeX text without blanks and opening brackets: towers, long exponents, factorials of factorials, sums and integrals
+# In a LaTeX text without blanks and opening brackets: towers of powers, long exponents, factorials of factorials, sums
+# and integrals.
 INTRACTABLE = re.compile(
     r"\d\^-?\d+}*\^|\*\*|(?<!\d)\^-?\d{3}|\)\^-?[2-9]\d|\^-?\d{5}|[!)}]!|\d{5}!|binom\d{5}|\\(?:sum|prod|i*nt)"
 )
 
 
 def is_tractable(answer: str) -> bool:
-    """Whether sympy reads and compares it in moments. What may take minutes is not tried: it is no answer (0), and would cost a worker (NaN)."""
-    depths = itertools.accumulate((c in "([{") - (c in ")]}") for c in answer)
-    return len(answer) <= 500 and max(depths, default=0) <= 12 and not INTRACTABLE.search(re.sub(r"[\s({]", "", answer))
+    """Whether sympy reads and compares this answer in moments.
+
+    What may take minutes is not tried, and scores 0 like a wrong answer: it would cost a worker, and score NaN.
+    """
+    depth, deepest = 0, 0  # of brackets
+    for c in answer:
+        if c in "([{":
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
+        deepest = max(deepest, depth)
+    compact = re.sub(r"[\s({]", "", answer)
+    return len(answer) <= 500 and deepest <= 12 and not INTRACTABLE.search(compact)
 
 
 @functools.lru_cache(maxsize=10000)
 def parse_math(answer: str) -> list:
+    """What math-verify reads in an answer; without its time-outs, alarms that only the main thread can set."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify.parse(rf"\boxed{{{answer}}}", parsing_timeout=None)  # its time-outs are alarms: main thread only
+    return math_verify.parse(rf"\boxed{{{answer}}}", parsing_timeout=None)
 
 
-SYMBOLS = {
-    "−": "-",
-    "–": "-",
-    "×": r"\times ",
-    "π": r"\pi ",
-    "°": r"^\circ",
-    "²": "^2",
-    "³": "^3",
-    "½": r"\frac{1}{2}",
-    "¼": r"\frac{1}{4}",
-    "¾": r"\frac{3}{4}",
-}
-REWRITES = [  # what math-verify does not read, or reads as something else
+SYMBOLS = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "×": r"\times ",
+        "π": r"\pi ",
+        "°": r"^\circ",
+        "²": "^2",
+        "³": "^3",
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+    }
+)
+# Pattern and replacement, for what math-verify does not read or reads as something else.
+REWRITES = [
     (r"\\[$,!]|[€£]", ""),  # money, thin spaces
     (r"(?<!\\)\\[ ;:]|\s+", " "),
     (r"\\degree\b", r"^\\circ"),
@@ -110,30 +136,37 @@ REWRITES = [  # what math-verify does not read, or reads as something else
     (r"(?<![\w.,])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)", r"\1\\times 10^{\2}"),
     (r"^(-?\d+) (?:and )?(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),  # a mixed number, not 31/2
 ]
-REWRITES = [(re.compile(pattern), by) for pattern, by in REWRITES]
 FONT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:bf|it|rm|sf)|mbox)\s*\{([^{}]*)\}")
-UNIT = re.compile(r"(?<=\d) (?:[a-z][a-z./]+)(?: [a-z./]+)*(?:\^\{?\d\}?)?$", re.IGNORECASE)  # in plain letters
+# A unit in plain letters behind a number.
+UNIT = re.compile(r"(?<=\d) (?:[a-z][a-z./]+)(?: [a-z./]+)*(?:\^\{?\d\}?)?$", re.IGNORECASE)
 
 
 def clean_math(text: str) -> str:
-    text = text.translate(str.maketrans(SYMBOLS)).strip()
-    for pattern, by in REWRITES:
-        text = pattern.sub(by, text)
+    """In the forms that math-verify reads (SYMBOLS, REWRITES), without the delimiters of a formula around it."""
+    text = text.translate(SYMBOLS).strip()
+    for pattern, replacement in REWRITES:
+        text = re.sub(pattern, replacement, text)
     text = re.sub(r"\d*\.\d*\\(?:overline|bar)\s*\{\d{1,20}\}", repeating_decimal, text)
-    return re.sub(r"^\\[(\[]|\\[)\]]$", "", text.strip("*$ ").rstrip(".,;\\*$ ")).strip("*$ ")
+    text = text.strip("*$ ").rstrip(".,;\\*$ ")
+    return re.sub(r"^\\[(\[]|\\[)\]]$", "", text).strip("*$ ")
 
 
 def repeating_decimal(match: re.Match) -> str:
-    r"""0.1\overline{6} as \frac{15}{90}."""
+    r"""0.1\overline{6} as \frac{15}{90}: (16 - 1) / ((10 - 1) * 10), from all digits and those before the period."""
     head, _, period = re.sub(r"\\(?:overline|bar)\s*|\}", "", match[0]).partition("{")
     places = len(head.partition(".")[2])
-    start, whole = head.replace(".", "") or "0", (head + period).replace(".", "")
-    return rf"\frac{{{int(whole) - int(start)}}}{{{(10 ** len(period) - 1) * 10**places}}}"
+    start = int(head.replace(".", "") or "0")
+    whole = int((head + period).replace(".", ""))
+    return rf"\frac{{{whole - start}}}{{{(10 ** len(period) - 1) * 10**places}}}"
 
 
 def plain_math(text: str) -> str:
     """Without fonts, blanks, braces around a base, and case."""
-    return re.sub(r"\s|_\{(\w+)\}", lambda m: m[1] and "_" + m[1] or "", FONT.sub(r"\1", text)).casefold()
+
+    def bare_base(match: re.Match) -> str:
+        return f"_{match[1]}" if match[1] else ""
+
+    return re.sub(r"\s|_\{(\w+)\}", bare_base, FONT.sub(r"\1", text)).casefold()
 
 
 def same_math(answer: str, truth: str) -> bool:
@@ -142,19 +175,16 @@ def same_math(answer: str, truth: str) -> bool:
         return answer.strip() == truth.strip()
     answer, truth = clean_math(answer), clean_math(truth)
     plain_answer, plain_truth = plain_math(answer), plain_math(truth)
-    if plain_answer == plain_truth:
+    if plain_answer == plain_truth or is_choice_in_full(answer, truth):
         return True
-    choice = re.fullmatch(r"\(?([A-E])\)?", FONT.sub(r"\1", truth))
-    if choice and re.match(rf"\({choice[1]}\) +[^(]+$", FONT.sub(r"\1", answer)):  # with what it says: (C) 12
-        return True
-    if re.fullmatch(
-        r"[a-z]{4,}[\d,]*|yes|no", plain_truth
-    ):  # words: math-verify would take them for a product of symbols
-        return False
-    if all(re.fullmatch(r"[\da-f]+_\d+", s) for s in (plain_answer, plain_truth)):  # it does not see the base
+    # math-verify would take words for products of symbols, and does not see the base that a number is written in.
+    words = re.fullmatch(r"[a-z]{4,}[\d,]*|yes|no", plain_truth)
+    both_have_bases = all(re.fullmatch(r"[\da-f]+_\d+", text) for text in (plain_answer, plain_truth))
+    if words or both_have_bases:
         return False
     if re.fullmatch(r"[-\d.,]+", truth):
-        if re.match(r"[<>≤≥]|\\(?:[lg]eq?|neq?)\b", answer):  # nor a relation without a left side
+        # Nor does it see a relation without a left side: "< 5" is not 5.
+        if re.match(r"[<>≤≥]|\\(?:[lg]eq?|neq?)\b", answer):
             return False
         answer = UNIT.sub("", answer)  # "12 dollars" is 12
     if not is_tractable(answer):
@@ -162,6 +192,12 @@ def same_math(answer: str, truth: str) -> bool:
     import math_verify
 
     return math_verify.verify(parse_math(truth), parse_math(answer), allow_set_relation_comp=True, timeout_seconds=None)
+
+
+def is_choice_in_full(answer: str, truth: str) -> bool:
+    """Whether the truth is one letter, A to E, and the answer gives it in brackets with what it stands for: (C) 12."""
+    choice = re.fullmatch(r"\(?([A-E])\)?", FONT.sub(r"\1", truth))
+    return choice is not None and re.match(rf"\({choice[1]}\) +[^(]+$", FONT.sub(r"\1", answer)) is not None
 
 
 def math_boxed(task: Task, trajectory: Trajectory) -> float:
@@ -177,7 +213,12 @@ def math_dapo(task: Task, trajectory: Trajectory) -> dict:
     return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
 
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS: dict[type, Callable] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def evaluate(node: ast.AST, numbers: list[int]) -> Fraction:
@@ -203,30 +244,40 @@ def last_tagged(text: str) -> str | None:
 def last_expression(text: str) -> str:
     """What the last <answer></answer> holds, else the last arithmetic in the text; without an `= result` behind it."""
     text = re.sub(r"\\(?:times|cdot)\b", "*", text.translate(str.maketrans("×·÷−–", "**/--"))).replace(r"\div", "/")
-    if (tagged := last_tagged(text)) is not None:
+    tagged = last_tagged(text)
+    if tagged is not None:
         return tagged.partition("=")[0]
     runs = re.findall(r"(?m)(?:^[ \t]*[-*] )?([\d+*/(). \t-]+)", text)
-    return next((run for run in reversed(runs) if re.search(r"[\d)]\s*[-+*/]+\s*[\d(]", run)), "").strip(" .\t")
+    for run in reversed(runs):
+        if re.search(r"[\d)]\s*[-+*/]+\s*[\d(]", run):
+            return run.strip(" .\t")
+    return ""
 
 
 def countdown(task: Task, trajectory: Trajectory) -> dict:
-    """1 when the last expression makes the target and uses each number exactly once (TinyZero); `format` is 1 when it is arithmetic.
+    """1 when the last expression makes the target and uses each number exactly once (TinyZero).
 
-    ground_truth is {"target": 24, "numbers": [3, 5, 3]}, or the target alone with `numbers` or `nums` in extra_info.
+    `format` is 1 when the expression is arithmetic. ground_truth is {"target": 24, "numbers": [3, 5, 3]}, or the target
+    alone with `numbers` or `nums` in extra_info.
     """
     truth = json.loads(task.ground_truth) if isinstance(task.ground_truth, str) else task.ground_truth
     puzzle = truth if isinstance(truth, dict) else {**task.extra_info, "target": truth}
-    target, numbers = puzzle["target"], sorted(puzzle["numbers"] if "numbers" in puzzle else puzzle["nums"])
-    expression, used = " ".join(last_expression(trajectory.answer).split()), []
+    target = puzzle["target"]
+    numbers = sorted(puzzle["numbers"] if "numbers" in puzzle else puzzle["nums"])
+    expression = " ".join(last_expression(trajectory.answer).split())
+    no_arithmetic = {"score": 0.0, "format": 0.0}
+    if len(expression) > 200:
+        return no_arithmetic
+    used: list[int] = []
     try:
-        value = evaluate(ast.parse(expression if len(expression) <= 200 else "", mode="eval").body, used)
+        value = evaluate(ast.parse(expression, mode="eval").body, used)
     except (ValueError, SyntaxError, ZeroDivisionError, MemoryError, RecursionError):
-        return {"score": 0.0, "format": 0.0}
+        return no_arithmetic
     return {"score": float(value == target and sorted(used) == numbers), "format": 1.0}
 
 
 @functools.lru_cache
-def reasoning_gym_scorer(data_source: str):
+def reasoning_gym_scorer(data_source: str) -> Callable[..., float]:
     """score_answer(answer, entry) of the data set that `reasoning_gym/<name>` names. ValueError when there is none."""
     try:
         import reasoning_gym
@@ -241,18 +292,22 @@ def reasoning_gym_scorer(data_source: str):
 def reasoning_gym(task: Task, trajectory: Trajectory) -> float:
     r"""Reasoning Gym's own score of the last <answer></answer>, else of the last \boxed{}, else of the last line."""
     text = trajectory.answer.strip()
-    answer = next(
-        found for found in (last_tagged(text), last_boxed(text), text.rpartition("\n")[2]) if found is not None
-    )
-    entry, score_answer = {"answer": task.ground_truth, **task.extra_info}, reasoning_gym_scorer(task.data_source)
-    if re.search(
-        r"\d\s*(?:\*\*|\^)[\s(]*\d+\s*(?:\*\*|\^)", answer
-    ):  # a tower of powers, which some of its scorers would evaluate
+    answer = last_tagged(text)
+    if answer is None:
+        answer = last_boxed(text)
+    if answer is None:
+        answer = text.rpartition("\n")[2]
+    entry = {"answer": task.ground_truth, **task.extra_info}
+    score_answer = reasoning_gym_scorer(task.data_source)
+    # A tower of powers, which some of its scorers would evaluate.
+    if re.search(r"\d\s*(?:\*\*|\^)[\s(]*\d+\s*(?:\*\*|\^)", answer):
         return 0.0
     try:
         return float(score_answer(answer=answer.strip(), entry=entry))
-    except Exception:  # some raise for an answer that they can't read, which is the policy's mistake;
-        score_answer(answer=entry["answer"], entry=entry)  # this one raises too when the row is to blame
+    except Exception:
+        # Some raise for an answer that they can't read, which is the policy's mistake. If the row is to blame, its own
+        # answer raises too, and that leaves here.
+        score_answer(answer=entry["answer"], entry=entry)
         return 0.0
 
 
@@ -264,7 +319,8 @@ REWARDS = {
     "exact": exact,
     "exact_int": exact_int,
 }
-DATA_SOURCES = {  # rows' data_source -> rule; a rule's own name, aime* and reasoning_gym/* need no entry
+# A row's data_source -> its rule. A rule's own name, aime* and reasoning_gym/* need no entry.
+DATA_SOURCES = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",

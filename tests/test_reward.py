@@ -469,7 +469,12 @@ def test_a_rule_sees_the_task_and_the_trajectory_but_not_the_logprobs():
     trajectory.observe([1, 2])
     trajectory.act([3, 4], [-1.0, -2.0])
     seen = []
-    REWARDS["spy"] = lambda task, t: seen.append((task, t)) or 1.0
+
+    def spy(task, t):
+        seen.append((task, t))
+        return 1.0
+
+    REWARDS["spy"] = spy
     try:
         judge_it = load_judge(RewardConfig(name="spy"), [])
     finally:

@@ -19,12 +19,9 @@ from tasks.tools import Call, Toolbox
 
 def test_prints_and_results_come_in_order():
     assert python("print(6 * 7)") == "42\n"
-    assert (
-        python(
-            "import math, random, json, itertools, datetime, statistics, zoneinfo\nprint(math.sqrt(4), zoneinfo.ZoneInfo('Europe/Paris'))"
-        )
-        == "2.0 Europe/Paris\n"
-    )
+    modules = "math, random, json, itertools, datetime, statistics, zoneinfo"
+    program = f"import {modules}\nprint(math.sqrt(4), zoneinfo.ZoneInfo('Europe/Paris'))"
+    assert python(program) == "2.0 Europe/Paris\n"
     report = 'before\nTraceback (most recent call last):\n  File "<code>", line 3, in <module>\n  File "<code>", line 2, in f\nZeroDivisionError: division by zero\n\n[exit status 1]'
     assert python("print('before')\ndef f(): return 1 / 0\nf()") == report  # no path of this machine
 
@@ -104,7 +101,9 @@ def test_what_is_refused(code, tmp_path):
 
 def test_hook_follows_links(tmp_path):
     own, other = tmp_path / "own", tmp_path / "other"
-    own.mkdir(), other.mkdir(), (own / "link").symlink_to(other)
+    own.mkdir()
+    other.mkdir()
+    (own / "link").symlink_to(other)
     guard = sandbox.make_guard((f"{own}/",), (f"{other}/readable/",))
     guard("open", (str(own / "a"), "w", os.O_WRONLY))
     guard("open", (str(own / "link" / "readable" / "a"), "r", os.O_RDONLY))
@@ -119,9 +118,8 @@ def test_hook_follows_links(tmp_path):
 
 def test_environment_is_empty(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "swordfish")
-    assert "swordfish" not in python("import os; print(dict(os.environ))") and "WANDB" not in python(
-        "import os; print(dict(os.environ))"
-    )
+    printed = python("import os; print(dict(os.environ))")
+    assert "swordfish" not in printed and "WANDB" not in printed
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -133,10 +131,8 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 def test_tool_that_is_stopped_at_its_deadline_leaves_no_folder(tmp_path, monkeypatch):
     """Its worker is killed long before the sandbox's own deadline, and clears up nothing."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    box, call = (
-        Toolbox(AgentConfig(tools=("python",), tool_timeout_s=1.0, tool_workers=1)),
-        Call("python", {"code": "open('a', 'w').write('x')\nwhile True: pass"}),
-    )
+    box = Toolbox(AgentConfig(tools=("python",), tool_timeout_s=1.0, tool_workers=1))
+    call = Call("python", {"code": "open('a', 'w').write('x')\nwhile True: pass"})
 
     async def ask_and_look():
         asked = asyncio.ensure_future(box.call(call))
@@ -153,7 +149,7 @@ def test_tool_that_is_stopped_at_its_deadline_leaves_no_folder(tmp_path, monkeyp
 
 def test_code_and_its_folder_go_with_the_process_that_runs_it(tmp_path):
     """A worker of the pool is killed at its deadline: the code that it runs must go too."""
-    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import sandbox, threading; sandbox.WALL_S = 1000.0\nsandbox.python('import time\\nwhile True: time.sleep(0.1)  # {tmp_path.name}')"
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tasks import sandbox; sandbox.WALL_S = 1000.0\nsandbox.python('import time\\nwhile True: time.sleep(0.1)  # {tmp_path.name}')"
     worker = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(tmp_path)})
     children = wait_for(lambda: descendants(worker.pid), "a child")
     wait_for(lambda: os.listdir(tmp_path), "its folder")
@@ -221,7 +217,8 @@ attempt("bomb", bomb)
 
 def test_kernel_refuses_too(tmp_path):
     out, own = tmp_path / "out", tmp_path / "own"
-    out.mkdir(), own.mkdir()
+    out.mkdir()
+    own.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=server.accept, daemon=True).start()
         code = BEHIND.format(root=str(ROOT), out=str(out), port=server.getsockname()[1], parent=os.getpid())
