@@ -256,7 +256,7 @@ def trainer(argv: list[str]) -> None:
         return timer(self, phase)
 
     log.Logger.timer = noting
-    rank.run(lambda: train.train(load_config(argv[1:])))
+    rank.run(lambda: train.main(argv[1:]))
 
 
 # The checks. Each returns (name, figures, passed?) one or more times.

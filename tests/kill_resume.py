@@ -73,7 +73,7 @@ import kill_resume
 from host import rank
 import train
 kill_resume.arm()
-rank.run(lambda: train.train(train.load_config(sys.argv[1:])))
+rank.run(lambda: train.main(sys.argv[1:]))
 """
 DIGITS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

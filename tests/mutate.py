@@ -32,7 +32,7 @@ RATIO = "(torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs, 0.0
 GAP = "d = log_ratio(old_logprobs, rollout_logprobs, mask).detach()"
 RANKS = "test_proofs.py::test_the_gradient_does_not_depend_on_the_ranks"
 CUT = "test_proofs.py::test_the_gradient_does_not_depend_on_the_cut"
-SCORES = "scores = [self.scorer.score(t) for t in trajectories]"
+SCORES = "await self.score(trajectories)"
 WAIT = "self.num_ended = getattr(self, 'num_ended', 0) + 1\n        while self.num_ended < self.num_expected:\n            await asyncio.sleep(0.01)\n        "
 TENSOR_PARALLEL = "test_train.py::test_two_ranks_that_share_a_vllm_sample_what_one_samples"
 FORWARD = "test_actor.py::test_packed_forward_equals_one_forward_a_sequence"
@@ -67,7 +67,7 @@ BUGS = [
         "pass",
         RANKS + "[3]",
     ),
-    Bug("shift off by one", "actor.py", "batch.position_ids, sampled - 1", "batch.position_ids, sampled", FORWARD),
+    Bug("shift off by one", "model.py", "batch.position_ids, sampled - 1", "batch.position_ids, sampled", FORWARD),
     Bug(
         "temperature forgotten",
         "head.py",
@@ -490,7 +490,7 @@ BUGS = [
     ),
     Bug(
         "shared prompt: predicted from the wrong place",
-        "actor.py",
+        "model.py",
         "batch.shared.places[before]",
         "before",
         "test_prompts.py::test_log_probs_entropies_and_gradients_are_those_of_prompts_of_their_own",
@@ -504,7 +504,7 @@ BUGS = [
     ),
     Bug(
         "stale head (no reshard)",
-        "actor.py",
+        "fsdp.py",
         "module.reshard()",
         "pass",
         "test_actor.py::test_no_grad_forward_before_a_step_leaves_no_stale_weights",
@@ -533,9 +533,9 @@ BUGS = [
     ),
     Bug(
         "end-of-turn token dropped",
-        "engine.py",
-        "[(o.request_id, o.new_token_ids, o.kv_transfer_params[OUTCOME], ",
-        "[(o.request_id, o.new_token_ids[:-1], o.kv_transfer_params[OUTCOME][:-1], ",
+        "fast/engine.py",
+        "(o.request_id, o.new_token_ids, o.kv_transfer_params[OUTCOME], ",
+        "(o.request_id, o.new_token_ids[:-1], o.kv_transfer_params[OUTCOME][:-1], ",
         "test_rollout.py::test_finish_reason_is_vllms_and_the_end_token_is_the_policys",
     ),
     Bug(
@@ -624,7 +624,7 @@ BUGS = [
     ),
     Bug(
         "requests share a seed with the first of their kind",
-        "engine.py",
+        "fast/engine.py",
         "params.max_tokens, params.seed = max_tokens, seed",
         "params.max_tokens = max_tokens",
         "test_rollout.py::test_requests_ask_for_what_vllms_front_end_makes_of_them",
@@ -723,7 +723,7 @@ BUGS = [
     Bug(
         "cancelled session goes on in vLLM",
         "engine.py",
-        "self.orders[1].append(name)",
+        "self.to_abort.append(name)",
         "pass",
         "test_rollout.py::test_cancelled_session_leaves_vllm",
     ),
@@ -849,8 +849,8 @@ BUGS = [
     Bug(
         "SIGTERM forgotten",
         "train.py",
-        "ends = told_to_stop(actor.device)",
-        "ends = False",
+        "stops = told_to_stop(run.actor.device)",
+        "stops = False",
         "test_launch.py::test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there",
     ),
     Bug(
@@ -960,7 +960,7 @@ BUGS = [
     ),
     Bug(
         "an error's quotes reach torchrun as they are",
-        "launch.py",
+        "host/rank.py",
         "raise RuntimeError(printable(traceback.format_exc())) from None",
         "raise RuntimeError(traceback.format_exc()) from None",
         "test_launch.py::test_error_that_quotes_what_a_policy_wrote_is_spelt_out[2]",

@@ -1,5 +1,7 @@
 """Ranks as processes: one that fails ends all, with its own error; SIGTERM lets the step end; nothing outlives its launcher."""
 
+import json
+import os
 import signal
 import subprocess
 import time
@@ -28,7 +30,7 @@ def broken(*args, **kwargs):
     return whole(*args, **kwargs)
 
 setattr(owner, name, broken)
-rank.run(lambda: train.train(load_config(sys.argv[1:])))
+rank.run(lambda: train.main(sys.argv[1:]))
 """
 
 
@@ -57,7 +59,7 @@ def test_failure_of_one_rank_ends_both_with_its_traceback(tiny, tmp_path, place,
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
 
 
-def start(tiny, tmp_path, processes, *more):
+def start(tiny, tmp_path, processes, *more, **kwargs):
     """A run that would take minutes, once it has done a step or two."""
     args = flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", "2000", *more)
     process = subprocess.Popen(
@@ -65,6 +67,7 @@ def start(tiny, tmp_path, processes, *more):
         env=launch_environment(),
         stdout=open(tmp_path / "out", "w"),
         stderr=subprocess.STDOUT,
+        **kwargs,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.time() + 120
@@ -99,7 +102,7 @@ def test_sigterm_to_the_launcher_ends_the_step_and_saves(tiny, tmp_path):
     wait_until_gone(tmp_path, 30)
     steps = len(read_metrics(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
-    assert "told to end (SIGTERM)" in (tmp_path / "out").read_text()
+    assert "told to stop (SIGTERM or Ctrl-C)" in (tmp_path / "out").read_text()
 
 
 def test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there(tiny, tmp_path):
@@ -113,6 +116,42 @@ def test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there(tiny, tmp_path):
     )
     assert result.returncode == 0 and f"step-{steps:06d}" in result.stdout
     assert [m["step"] for m in read_metrics(tmp_path / "run")] == list(range(steps + 2))
+
+
+SLOW = """import os, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if os.path.exists({slow!r}):
+        time.sleep(9)
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
+def test_a_step_that_samples_is_given_up_and_the_last_one_saved(tiny, tmp_path):
+    """Weights change in the update alone: nothing is lost but the sampling, and the rows of the step come again."""
+    (tmp_path / "slow.py").write_text(SLOW.format(slow=str(tmp_path / "now")))
+    reward = ["--reward.custom-path", str(tmp_path / "slow.py"), "--reward.num-workers", "1"]
+    process, metrics = start(tiny, tmp_path, 2, *reward, "--rollout.session-timeout-s", "600")
+    (tmp_path / "now").touch()
+    time.sleep(2)  # the step that goes on has ended, and the next one waits for its rewards: 32 of 9 s, one at a time
+    steps, told = len(read_metrics(tmp_path / "run")), time.time()
+    process.send_signal(signal.SIGTERM)
+    wait_until_gone(tmp_path, 30)
+    assert time.time() - told < 25 and len(read_metrics(tmp_path / "run")) == steps
+    assert f"told to stop (SIGTERM or Ctrl-C) after {steps} steps: saved" in (tmp_path / "out").read_text()
+    state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{steps:06d}" / "state.json").read_text())
+    rows, batch = 32, 8
+    assert state["stream"]["epoch"] * rows + state["stream"]["position"] == steps * batch
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_stops_as_sigterm_does(tiny, tmp_path, processes):
+    """A terminal sends it to the launcher too, which dies of it."""
+    process, metrics = start(tiny, tmp_path, processes, start_new_session=True)
+    os.killpg(process.pid, signal.SIGINT)
+    wait_until_gone(tmp_path, 30)
+    steps = len(read_metrics(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
+    assert f"after {steps} steps: saved" in (tmp_path / "out").read_text()
 
 
 def test_killed_rank_ends_the_other(tiny, tmp_path):
