@@ -243,10 +243,8 @@ class Actor:
         self, trajectories: list[Trajectory], loss_cfg: LossConfig, step: int, total_steps: int, seed: int
     ) -> dict[str, float]:
         """ppo_epochs passes over the step's mini-batches, one optimizer step each; then one learning-rate step.
-
         Trajectories that come without old_logprobs, for a single update, leave with those that it computed. An update
-        whose gradient is not finite changes nothing and ends the step. Returns metrics. A collective.
-        """
+        whose gradient is not finite changes nothing and ends the step. Returns metrics. A collective."""
         if self.recorder:
             self.recorder.before_update(self, step)
         if self.moments:
@@ -304,10 +302,8 @@ class Actor:
                 yield [t for group in groups[start : start + size] for t in group]
 
     def micro_batches(self, update: Update) -> Iterator[tuple[list[int], Batch]]:
-        """This rank's part of a mini-batch, as (indices, packed batch).
-
-        A rank with nothing left runs a forward that adds 0, since FSDP needs every rank.
-        """
+        """This rank's part of a mini-batch, as (indices, packed batch). A rank with nothing left runs a forward that
+        adds 0, since FSDP needs every rank."""
         own = update.plan[dist.get_rank()]
         for number, indices in enumerate(own):
             self.sync_gradients(is_last=number == len(own) - 1)
@@ -317,12 +313,9 @@ class Actor:
             yield indices, batch
 
     def sync_gradients(self, is_last: bool) -> None:
-        """What FSDP does after the next backward.
-
-        With one shard there is nothing to gather or scatter: the weights stay cast between micro-batches, unless that
-        is too much memory, and gradients add up; the last micro-batch ends both. Copies of the weights (HSDP) add up
-        their gradients once, at the last.
-        """
+        """What FSDP does after the next backward. With one shard there is nothing to gather or scatter: the weights
+        stay cast between micro-batches, unless that is too much memory, and gradients add up; the last micro-batch
+        ends both. Copies of the weights (HSDP) add up their gradients once, at the last."""
         if self.num_shards == 1:
             self.model.set_reshard_after_backward(is_last or reshards(self.cfg, self.num_shards))
             self.model.set_requires_gradient_sync(is_last)
@@ -368,10 +361,8 @@ class Actor:
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter as (Hugging Face name, whole tensor in dtype), one at a time. Tied weights come once.
-
-        A collective, all ranks in the same order. Never a second copy of the model.
-        """
+        """Every parameter as (Hugging Face name, whole tensor in dtype), one at a time. Tied weights come once. A
+        collective, all ranks in the same order. Never a second copy of the model."""
         reshard(self.model)
         for name, parameter in self.model.named_parameters():
             for wrapper in WRAPPERS:

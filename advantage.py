@@ -74,10 +74,8 @@ class AlgorithmConfig:
 
 
 def grpo(scores: Tensor, mask: Tensor, cfg: AlgorithmConfig) -> Tensor:
-    """(s - mean) / (std + 1e-6) in the group, std unbiased (Shao et al. 2024, arXiv:2402.03300).
-
-    Dr. GRPO without the division (arXiv:2503.20783).
-    """
+    """(s - mean) / (std + 1e-6) in the group, std unbiased (Shao et al. 2024, arXiv:2402.03300). Dr. GRPO without the
+    division (arXiv:2503.20783)."""
     s, valid, n = session_scores(scores, mask)
     advantages = s - group_mean(s, n)  # [P, G]
     if cfg.norm_adv_by_std_in_grpo:
@@ -93,10 +91,8 @@ def rloo(scores: Tensor, mask: Tensor, cfg: AlgorithmConfig) -> Tensor:
 
 
 def opo(scores: Tensor, mask: Tensor, cfg: AlgorithmConfig) -> Tensor:
-    """s minus the group's mean weighted by response length, the variance-optimal baseline.
-
-    Hao et al. 2025, arXiv:2505.23585.
-    """
+    """s minus the group's mean weighted by response length, the variance-optimal baseline. Hao et al. 2025,
+    arXiv:2505.23585."""
     s, _, n = session_scores(scores, mask)
     length = mask.sum(-1)  # [P, G]
     baseline = (s * length).sum(1, keepdim=True) / length.sum(1, keepdim=True).clamp(min=1)  # [P, 1]
@@ -105,9 +101,7 @@ def opo(scores: Tensor, mask: Tensor, cfg: AlgorithmConfig) -> Tensor:
 
 def gpg(scores: Tensor, mask: Tensor, cfg: AlgorithmConfig) -> Tensor:
     """alpha * (s - mean), alpha = sessions / sessions with a nonzero score, over the batch (Chu et al. 2025).
-
-    arXiv:2504.02546.
-    """
+    arXiv:2504.02546."""
     s, valid, n = session_scores(scores, mask)
     alpha = valid.sum() / ((s != 0) & valid).sum().clamp(min=1)
     return spread(torch.where(n > 1, alpha * (s - group_mean(s, n)), s), mask)
@@ -150,9 +144,7 @@ def grpo_passk(scores: Tensor, mask: Tensor, cfg: AlgorithmConfig) -> Tensor:
 @facts(by_group=False, needs_greedy=True)
 def remax(scores: Tensor, mask: Tensor, cfg: AlgorithmConfig) -> Tensor:
     """s minus the reward of a greedy session of the same prompt (Li et al. 2023, arXiv:2310.10505).
-
-    `Trajectory.baseline` holds that reward, and set_token_level_rewards has subtracted it already.
-    """
+    `Trajectory.baseline` holds that reward, and set_token_level_rewards has subtracted it already."""
     s, _, _ = session_scores(scores, mask)
     return spread(s, mask)
 
@@ -177,10 +169,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def session_scores(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(s [P, G], valid [P, G], n [P, 1])`.
-
-    Each session's summed reward (0 where unscored), which sessions are scored, and how many of a group are.
-    """
+    """`(s [P, G], valid [P, G], n [P, 1])`. Each session's summed reward (0 where unscored), which sessions are
+    scored, and how many of a group are."""
     valid = mask.any(-1)
     return torch.where(mask, scores, 0.0).sum(-1), valid, valid.sum(1, keepdim=True)
 
@@ -191,20 +181,16 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def mask_and_punish(trajectories: list[Trajectory], cfg: Any) -> dict[str, float]:
-    """What comes first after sampling: lower the scores of overlong responses, and set loss_mask; return metrics.
-
-    cfg is the whole config.Config.
-    """
+    """What comes first after sampling: lower the scores of overlong responses, and set loss_mask; return metrics. cfg
+    is the whole config.Config."""
     metrics = punish_overlong(trajectories, cfg.algorithm, cfg.data.max_response_length)
     set_loss_mask(trajectories, cfg.algorithm)
     return metrics
 
 
 def punish_overlong(trajectories: list[Trajectory], cfg: AlgorithmConfig, max_response_length: int) -> dict[str, float]:
-    """Lower the scores of responses that end within overlong_buffer_len of the limit (DAPO, arXiv:2503.14476).
-
-    By up to overlong_penalty_factor, at the limit.
-    """
+    """Lower the scores of responses that end within overlong_buffer_len of the limit (DAPO, arXiv:2503.14476). By up
+    to overlong_penalty_factor, at the limit."""
     if not cfg.overlong_buffer_len:
         return {}
     punished_from = max_response_length - cfg.overlong_buffer_len
@@ -218,10 +204,8 @@ def punish_overlong(trajectories: list[Trajectory], cfg: AlgorithmConfig, max_re
 
 
 def set_loss_mask(trajectories: list[Trajectory], cfg: AlgorithmConfig = AlgorithmConfig()) -> None:
-    """The one effective mask: sampled tokens, of trajectories that have a score.
-
-    What leaves it leaves loss, denominators and baselines alike.
-    """
+    """The one effective mask: sampled tokens, of trajectories that have a score. What leaves it leaves loss,
+    denominators and baselines alike."""
     masks = flat([t.response_mask for t in trajectories], np.bool_).split([len(t.tokens) for t in trajectories])
     for trajectory, mask in zip(trajectories, masks):
         left_out = cfg.mask_truncated and trajectory.finish_reason == "length"
@@ -232,10 +216,8 @@ def set_loss_mask(trajectories: list[Trajectory], cfg: AlgorithmConfig = Algorit
 def set_token_level_rewards(
     trajectories: list[Trajectory], cfg: AlgorithmConfig, kl_coef: float
 ) -> tuple[float, dict[str, float]]:
-    """The score on each trajectory's last sampled token, less kl_coef * KL(old, ref) on every sampled token when asked.
-
-    Returns the step's mean KL, 0 when it is not in the reward, and metrics.
-    """
+    """The score on each trajectory's last sampled token, less kl_coef * KL(old, ref) on every sampled token when
+    asked. Returns the step's mean KL, 0 when it is not in the reward, and metrics."""
     put_scores(trajectories)
     if not cfg.use_kl_in_reward:
         return 0.0, {}
@@ -277,11 +259,9 @@ def update_kl_coef(kl_coef: float, kl: float, num_trajectories: int, cfg: Algori
 
 
 def compute_advantages(trajectories: list[Trajectory], cfg: AlgorithmConfig) -> dict[str, float]:
-    """Fill `advantages` [L] of every trajectory; return the step's advantage metrics.
-
-    Of several outputs of a session, the one with the largest index stands for the session in its group, and its
-    advantage goes to all of them, each on its own mask. A group whose scores are all equal gets exactly 0.
-    """
+    """Fill `advantages` [L] of every trajectory; return the step's advantage metrics. Of several outputs of a session,
+    the one with the largest index stands for the session in its group, and its advantage goes to all of them, each on
+    its own mask. A group whose scores are all equal gets exactly 0."""
     groups = group_by_prompt(trajectories)
     finals = [final_outputs(group) for group in groups]  # [P][<= G]
     # Columns count from each session's first sampled token.

@@ -75,10 +75,8 @@ async def single_turn_agent(task, policy, cfg) -> Trajectory:
 
 
 async def tool_agent(task, policy, cfg) -> Trajectory:
-    """The policy speaks, its calls are run, it reads their results and speaks again.
-
-    Until it calls nothing, has had agent.max_assistant_turns, or has used its budget.
-    """
+    """The policy speaks, its calls are run, it reads their results and speaks again. Until it calls nothing, has had
+    agent.max_assistant_turns, or has used its budget."""
     tools = tool_schemas(cfg)
     trajectory = Trajectory(task, metrics={"tool_calls": 0.0, "tool_errors": 0.0})
     trajectory.observe(policy.encode(task.messages, tools))
@@ -152,10 +150,8 @@ def agent_prompt(task: Task, tokenizer, cfg: AgentConfig) -> tuple[list[dict] | 
 
 
 def check_agents(tasks: list[Task], cfg: AgentConfig) -> None:
-    """ValueError when the configuration or a row names an agent, a tool or a format that is not there.
-
-    Also when the user's file won't do, or a tool that is told of has no schema.
-    """
+    """ValueError when the configuration or a row names an agent, a tool or a format that is not there. Also when the
+    user's file won't do, or a tool that is told of has no schema."""
     if cfg.custom_path:
         load_custom(cfg.custom_path)  # may add to AGENTS, TOOLS and FORMATS
     named: list[tuple[str, str, dict]] = [

@@ -43,8 +43,7 @@ class Trajectory:
         tokens            2    +    3    =  call  [5]    5  eos
         response_mask     0    0    0    0     1    0    1    1
         rollout_logprobs  0    0    0    0  -0.2    0 -0.1 -0.0
-        advantages        0    0    0    0   0.7    0  0.7  0.7
-    """
+        advantages        0    0    0    0   0.7    0  0.7  0.7"""
 
     task: Task
     uid: str = ""  # of the prompt in this step
@@ -145,18 +144,14 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def prompt_uid(*key: Any) -> str:
-    """UUID of a prompt in a step, from what names it (run seed, step, place).
-
-    The same after a restart, another one in every other step.
-    """
+    """UUID of a prompt in a step, from what names it (run seed, step, place). The same after a restart, another one in
+    every other step."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, repr(key)))
 
 
 def rank_share(items: list, ranks: int = 1) -> tuple[int, list]:
-    """Where this rank's contiguous part of `items` starts, and the part; `ranks` neighbours share one.
-
-    The parts in rank order are the whole, in order.
-    """
+    """Where this rank's contiguous part of `items` starts, and the part; `ranks` neighbours share one. The parts in
+    rank order are the whole, in order."""
     rank, world_size = 0, 1
     if dist.is_initialized():
         rank, world_size = dist.get_rank() // ranks, dist.get_world_size() // ranks
@@ -182,10 +177,8 @@ def group_by_prompt(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
 
 
 def final_outputs(group: list[Trajectory]) -> list[Trajectory]:
-    """Of each session of a prompt the output with the largest index: it stands for the session.
-
-    Sessions stand in the order of their first outputs in the group.
-    """
+    """Of each session of a prompt the output with the largest index: it stands for the session. Sessions stand in the
+    order of their first outputs in the group."""
     finals: dict[int, Trajectory] = {}
     for trajectory in sorted(group, key=lambda t: t.index):
         finals[trajectory.session_id] = trajectory
@@ -213,8 +206,7 @@ def pack(lengths: list[int], num_ranks: int, max_tokens: int | None, max_rows: i
 
     Every rank gets the same number of micro-batches, largest first, of at most max_tokens tokens (longest sequence
     first to the rank with the fewest, so that all take equally long), or of max_rows sequences when max_tokens is None.
-    Some may be empty. ValueError when one sequence is longer than max_tokens.
-    """
+    Some may be empty. ValueError when one sequence is longer than max_tokens."""
     if max_tokens is None:
         assert max_rows is not None
         return _pack_rows(lengths, num_ranks, max_rows)
@@ -246,10 +238,8 @@ def _pack_rows(lengths: list[int], num_ranks: int, max_rows: int) -> Plan:
 
 
 def _fill_ranks(lengths: list[int], num_ranks: int, rounds: int, max_tokens: int) -> Plan | None:
-    """A plan of `rounds` micro-batches a rank, None when not all sequences fit.
-
-    Each sequence, longest first, goes to the rank with the fewest tokens whose emptiest micro-batch has room for it.
-    """
+    """A plan of `rounds` micro-batches a rank, None when not all sequences fit. Each sequence, longest first, goes to
+    the rank with the fewest tokens whose emptiest micro-batch has room for it."""
     # [rank]: a heap of (tokens in the micro-batch, indices), the emptiest on top
     micro_batches: list[list[tuple[int, list[int]]]] = [[(0, []) for _ in range(rounds)] for _ in range(num_ranks)]
     ranks = [(0, rank) for rank in range(num_ranks)]  # a heap of (tokens of the rank, rank), the fewest on top
@@ -272,10 +262,8 @@ def _fill_ranks(lengths: list[int], num_ranks: int, rounds: int, max_tokens: int
 
 
 def token_imbalance(plans: list[tuple[list[Trajectory], Plan]]) -> float:
-    """How many more tokens than the mean the fullest rank has, as a share; the others wait for it.
-
-    Over the updates of a step, of each its mini-batch and its plan.
-    """
+    """How many more tokens than the mean the fullest rank has, as a share; the others wait for it. Over the updates of
+    a step, of each its mini-batch and its plan."""
     waited_for, total = 0, 0
     for mini_batch, plan in plans:
         tokens = [sum(len(mini_batch[i].tokens) for indices in rank for i in indices) for rank in plan]  # [rank]
@@ -299,10 +287,8 @@ def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def collate(trajectories: list[Trajectory], device: torch.device | str = "cpu") -> Batch:
-    """Pack trajectories end to end. A tensor that any of them lacks is None in the batch.
-
-    loss_mask alone is never None: without one it is the response_mask.
-    """
+    """Pack trajectories end to end. A tensor that any of them lacks is None in the batch. loss_mask alone is never
+    None: without one it is the response_mask."""
     lengths = torch.tensor([len(t.tokens) for t in trajectories])  # [S]
     seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [T]
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])  # [S+1]

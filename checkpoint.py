@@ -1,4 +1,5 @@
-"""Save and resume a run, keep its best checkpoint. `python checkpoint.py export RUN OUT` makes a Hugging Face folder.
+"""Save and resume a run, keep its best checkpoint, export its weights. (Of a checkpoint: `python -m look.export RUN
+OUT`.)
 
 A checkpoint is written to a temporary folder, its manifest last, renamed, and named by `latest`: a kill at any moment,
 or a full disk, leaves the last complete one usable, and one that is not complete is never loaded. Its weights and
@@ -6,13 +7,11 @@ optimizer are in torch's distributed format, which any number of ranks reads, an
 resume only what you trust.
 """
 
-import argparse
 import contextlib
 import json
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -27,7 +26,6 @@ from batch import gather
 from host.console import say
 from host.disk import damage, name_again, newest, write_durably, write_manifest
 from host.lookup import check_bounds
-from model import meta_model
 
 ATTEMPTS = 3
 BACKOFF_S = 2.0  # before the second attempt, twice as long before the third
@@ -127,11 +125,9 @@ def check_changes(cfg: CheckpointConfig, saved: SavedState, config) -> None:
 
 
 def changed_knobs(old: dict, config) -> tuple[list[Change], list[Change]]:
-    """Knobs of a config.Config that are not as in a checkpoint: those that make it a different run, and the others.
-
-    A knob says itself whether it may change (host.lookup.may_change), or its group does. One that an older or newer
-    version of the code lacks is no change.
-    """
+    """Knobs of a config.Config that are not as in a checkpoint: those that make it a different run, and the others. A
+    knob says itself whether it may change (host.lookup.may_change), or its group does. One that an older or newer
+    version of the code lacks is no change."""
     new = json.loads(json.dumps(asdict(config)))  # as the old one was: tuples are lists
     lr_goes_by_steps = config.actor.lr_scheduler_type != "constant"  # by those that are left
     different: list[Change] = []
@@ -167,10 +163,8 @@ def is_due(step: int, total_steps: int, freq: int) -> bool:
 
 
 def save(cfg: CheckpointConfig, run_dir: Path, actor: Actor, state: RunState, config: dict, tokenizer=None) -> Path:
-    """Write weights, optimizer and every rank's RNG (through accelerate), state and configuration. A collective.
-
-    When the disk fails it tries again; then ValueError on every rank, with the earlier checkpoints as they were.
-    """
+    """Write weights, optimizer and every rank's RNG (through accelerate), state and configuration. A collective. When
+    the disk fails it tries again; then ValueError on every rank, with the earlier checkpoints as they were."""
     lead = dist.get_rank() == 0
     final = run_dir / "checkpoints" / f"step-{state.step:06d}"
     temporary = final.with_name(f".{final.name}")
@@ -274,9 +268,7 @@ def read_best(folder: Path) -> dict:
 
 def mark_best(cfg: CheckpointConfig, run_dir: Path, step: int, metrics: dict[str, float]) -> bool:
     """After a validation at `step`: name its checkpoint in `checkpoints/best`, if there is one and it is the best yet.
-
-    Returns whether it did. ValueError when cfg.best_metric is not among the metrics.
-    """
+    Returns whether it did. ValueError when cfg.best_metric is not among the metrics."""
     name = cfg.best_metric
     if name is None:
         return False
@@ -337,64 +329,3 @@ def write_settings(folder: Path, model, tokenizer, dtype: str) -> None:
 def set_in_config(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=2))
-
-
-def export_checkpoint(run: Path, out: Path, step: str | None, dtype: str | None) -> None:
-    """`export` from a checkpoint, in one process, without the original model: its settings are in the checkpoint."""
-    import torch.distributed.checkpoint as dcp
-    from transformers import AutoConfig
-
-    checkpoint = choose(run / "checkpoints", step)
-    config = AutoConfig.from_pretrained(checkpoint / "hf")
-    dtype = dtype or str(config.dtype).removeprefix("torch.")
-    model = meta_model(config)
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        kind = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype
-        weights[name] = torch.empty_like(tensor, device="cpu", dtype=kind)
-    dcp.load({"model": weights}, checkpoint_id=checkpoint / FOLDERS[0], no_dist=True)
-    write_weights(out, model, weights)
-    shutil.copytree(checkpoint / "hf", out, dirs_exist_ok=True)
-    set_in_config(out, dtype=dtype)
-    print(f"{checkpoint} is now {out}, in {dtype}")
-
-
-def choose(folder: Path, step: str | None) -> Path:
-    """The complete checkpoint that `step` means: a number, `best`, or None for the newest. ValueError without one."""
-    if step is None:
-        chosen = newest(folder)
-        if chosen is None:
-            raise ValueError(f"there is no checkpoint in {folder}")
-    elif step == "best":
-        best = read_best(folder)
-        if not best:
-            raise ValueError(f"no best checkpoint in {folder}: validation must run at the steps that are saved")
-        chosen = folder / best["folder"]
-    elif step.isdecimal():
-        chosen = folder / f"step-{int(step):06d}"
-    else:
-        raise ValueError(f"--step {step} is neither a number of steps nor best")
-    if reason := damage(chosen):
-        raise ValueError(f"{chosen} is no complete checkpoint: {reason}")
-    if not (chosen / "hf").exists():
-        raise ValueError(f"{chosen} was saved without the model's configuration and tokenizer")
-    return chosen
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    exports = commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face folder")
-    exports.add_argument("run", type=Path, help="the run's folder")
-    exports.add_argument("out", type=Path, help="the folder to write")
-    exports.add_argument("--step", help="steps that the checkpoint had done, or `best`; the newest when not given")
-    exports.add_argument("--dtype", choices=["bfloat16", "float32"], help="actor.dtype when not given")
-    args = parser.parse_args()
-    try:
-        export_checkpoint(args.run, args.out, args.step, args.dtype)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,9 @@ Anything wrong is a ValueError (or tyro's message, exit code 2) in under three s
 """
 
 import argparse
-import dataclasses
 import os
-import typing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from actor import ActorConfig, RefConfig
 from advantage import ESTIMATORS, AlgorithmConfig
@@ -20,7 +15,8 @@ from agent import AgentConfig, check_agents
 from checkpoint import CheckpointConfig
 from data import DataConfig
 from host.console import say
-from host.lookup import check_bounds, may_change, nearest, unknown
+from host.lookup import check_bounds, may_change, unknown
+from host.settings import yaml_flags
 from log import LogConfig
 from loss import LOSSES, LossConfig
 from reward import RewardConfig, load_reward
@@ -108,10 +104,8 @@ class Config:
 
     @property
     def old_logprobs_from(self) -> str:
-        """Where a step's old log-probs come from: actor, rollout (vLLM's own), or update.
-
-        The forward of a step's only update gives them, since they equal the current ones there.
-        """
+        """Where a step's old log-probs come from: actor, rollout (vLLM's own), or update. The forward of a step's only
+        update gives them, since they equal the current ones there."""
         if self.loss.bypass_mode:
             return "rollout"
         many_updates = self.actor.ppo_epochs * self.data.train_batch_size > self.actor.ppo_mini_batch_size
@@ -125,16 +119,14 @@ class Config:
 
 
 def load_config(argv: list[str]) -> Config:
-    """`[--config FILE] [--group.knob value ...]` to a checked Config.
-
-    ValueError names the knob, the value and what is allowed.
-    """
+    """`[--config FILE] [--group.knob value ...]` to a checked Config. ValueError names the knob, the value and what is
+    allowed."""
     import tyro
 
     parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     found, flags = parser.parse_known_args(argv)
-    settings = yaml_flags(found.config) if found.config else []
+    settings = yaml_flags(found.config, Config) if found.config else []
     about = f"{Config.__doc__}\n\n--config FILE sets knobs from YAML; flags override it."
     cfg = tyro.cli(Config, args=settings + flags, prog="train.py", description=about)
     if cfg.trainer.plain:
@@ -152,55 +144,6 @@ def make_plain(cfg: Config) -> Config:
         group, knob = name.split(".")
         cfg = replace(cfg, **{group: replace(getattr(cfg, group), **{knob: value})})
     return cfg
-
-
-def yaml_flags(path: str) -> list[str]:
-    """A YAML file of groups and knobs as the flags that say the same, so that one parser does all the typing."""
-    groups: dict[str, Any] = typing.get_type_hints(Config)
-    types = {name: typing.get_type_hints(group) for name, group in groups.items()}
-    knobs_of = {name: [knob.name for knob in dataclasses.fields(group)] for name, group in groups.items()}
-    flags = []
-    for group, knobs in read_yaml(path).items():
-        if group not in knobs_of:
-            near = nearest(str(group), knobs_of)
-            raise ValueError(f"{path}: {group!r} is not a group of knobs{near}; groups: {', '.join(knobs_of)}")
-        if knobs is None:  # all of the group's are commented out
-            continue
-        if not isinstance(knobs, dict):
-            raise ValueError(f"{path}: {group} is a group of knobs, not {knobs!r}")
-        for knob, value in knobs.items():
-            if knob not in knobs_of[group]:
-                raise ValueError(f"{path}: {group}.{knob} is not a knob{nearest(str(knob), knobs_of[group])}")
-            flags += to_flag(f"{group}.{knob}", value, types[group][knob], path)
-    return flags
-
-
-def read_yaml(path: str) -> dict:
-    """The tree in a YAML file. ValueError when there is none."""
-    if not Path(path).is_file():
-        raise ValueError(f"--config {path}: there is no such file")
-    try:
-        tree = yaml.safe_load(Path(path).read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ValueError(f"--config {path} must hold groups of knobs, not {tree!r}")
-    return tree
-
-
-def to_flag(name: str, value: Any, kind: Any, path: str) -> list[str]:
-    """A knob and its value from YAML as words of the command line. ValueError when the value is of no such type."""
-    wrong_list = isinstance(value, list) and typing.get_origin(kind) is not tuple
-    wrong_none = value is None and type(None) not in typing.get_args(kind)
-    wrong_bool = kind is bool and not isinstance(value, bool)
-    if isinstance(value, dict) or wrong_list or wrong_none or wrong_bool:
-        wanted = "true or false" if kind is bool else f"a value of type {kind}"
-        raise ValueError(f"{path}: {name}={value!r} must be {wanted}")
-    if kind is bool:
-        group, knob = name.split(".")
-        return [f"--{name}" if value else f"--{group}.no-{knob}"]
-    values = value if isinstance(value, list) else [value]
-    return [f"--{name}", *("None" if v is None else str(v) for v in values)]
 
 
 def check(cfg: Config, world_size: int) -> None:

@@ -97,8 +97,7 @@ class Engine:
 
     `sync_weights` does the waking. Starts asleep and without weights. With tensor parallelism the first rank of an
     engine leads: it runs the sessions, and before every turn tells the others which requests to add and to abort, so
-    that all turn alike.
-    """
+    that all turn alike."""
 
     def __init__(self, cfg, tokenizer, tools=None):
         vllm = import_vllm()
@@ -210,9 +209,7 @@ class Engine:
 
     async def generate(self, tokens: list[int], sampling, max_tokens: int, seed: int) -> Reply:
         """Queue one request and wait until it is done; `drive` turns the engine. Cancelled, it leaves vLLM too.
-
-        ValueError when vLLM can't take it.
-        """
+        ValueError when vLLM can't take it."""
         self.check_request(tokens, max_tokens)
         name = str(next(self.numbers))
         self.waiting[name] = asyncio.get_running_loop().create_future()
@@ -256,11 +253,9 @@ class Engine:
         )
 
     def drive(self, sessions: list[Coroutine], stop: Callable[[], bool] = lambda: False) -> list:
-        """Run coroutines that generate, together, until all have ended; their results in order.
-
-        The first that raises ends the others. Once stop() is true all are given up, and ToldToStop is raised. The
-        ranks that follow run none: they turn the engine with their leader, and get nothing.
-        """
+        """Run coroutines that generate, together, until all have ended; their results in order. The first that raises
+        ends the others. Once stop() is true all are given up, and ToldToStop is raised. The ranks that follow run
+        none: they turn the engine with their leader, and get nothing."""
         if self.follows or self.state != "awake":
             for session in sessions:
                 session.close()

@@ -64,10 +64,8 @@ def set_single_rank() -> None:
 
 
 def set_mesh(accelerator, copies: int, shards: int) -> None:
-    """HSDP: `copies` of the weights, each cut over `shards` ranks.
-
-    accelerate's own way to a 2-D mesh refuses the CPU and copies of one shard. When it prepares a model it reads these.
-    """
+    """HSDP: `copies` of the weights, each cut over `shards` ranks. accelerate's own way to a 2-D mesh refuses the CPU
+    and copies of one shard. When it prepares a model it reads these."""
     from accelerate.parallelism_config import ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -120,11 +118,9 @@ def reshards(cfg, shards: int) -> bool:
 
 
 def one_group(cfg, world_size: int, count) -> bool:
-    """Whether FSDP takes the model as one group instead of layer by layer.
-
-    On one GPU nothing is gathered, and a small model waits for the hooks of its layers. (accelerate checkpoints what it
-    wraps, so not with gradient checkpointing.) count() -> parameters; asked last, since it may take a second.
-    """
+    """Whether FSDP takes the model as one group instead of layer by layer. On one GPU nothing is gathered, and a small
+    model waits for the hooks of its layers. (accelerate checkpoints what it wraps, so not with gradient
+    checkpointing.) count() -> parameters; asked last, since it may take a second."""
     alone = world_size == 1 and not reshards(cfg, 1) and not cfg.enable_gradient_checkpointing
     return alone and count() < SMALL_MODEL
 
@@ -137,11 +133,8 @@ def count_parameters(path: str) -> int:
 
 
 def reshard(model) -> None:
-    """Free gathered weights.
-
-    A no-grad forward leaves the last FSDP group gathered, and an optimizer step after it would not reach the next
-    forward or sync.
-    """
+    """Free gathered weights. A no-grad forward leaves the last FSDP group gathered, and an optimizer step after it
+    would not reach the next forward or sync."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -15,12 +14,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from batch import Trajectory
 from host.console import printable
-from host.disk import move_aside, to_json, whole_lines, write_durably
+from host.disk import keep_lines_before, move_aside, to_json, write_durably
 from host.lookup import check_bounds
+from host.settings import to_yaml
 from metrics import dump_record, sample_table, samples
 
 LEAST_S = 0.001  # seconds: a phase that took less is not recorded
@@ -121,10 +120,8 @@ class Logger:
         self.started = time.perf_counter()
 
     def phase(self, name: str | None) -> None:
-        """Begin a phase of the step, and end the one before: its seconds are added to timing_s/PHASE.
-
-        On a GPU also perf/memory_gb/PHASE: torch's peak and all else on the card, without what torch keeps idle.
-        """
+        """Begin a phase of the step, and end the one before: its seconds are added to timing_s/PHASE. On a GPU also
+        perf/memory_gb/PHASE: torch's peak and all else on the card, without what torch keeps idle."""
         now = time.perf_counter()
         if self.running:
             before, start = self.running
@@ -283,10 +280,8 @@ def memory_held() -> float:
 
 
 def start_log(cfg, state, checkpoint: Path | None, total_steps: int) -> Logger:
-    """The run's folder, with the resolved configuration in it and on the console (cfg: Config, state: RunState).
-
-    A validation alone has a folder of its own in it, and leaves the run as it is.
-    """
+    """The run's folder, with the resolved configuration in it and on the console (cfg: Config, state: RunState). A
+    validation alone has a folder of its own in it, and leaves the run as it is."""
     alone = cfg.trainer.val_only
     run_dir = cfg.run_dir / "val-only" if alone else cfg.run_dir
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -313,44 +308,8 @@ def validation_means(metrics: dict[str, float]) -> list[str]:
     return [name for name in metrics if re.fullmatch(r"val/.+/mean@\d+", name)]
 
 
-def keep_lines_before(path: Path, step: int) -> list[dict]:
-    """Drop the records of steps that a resumed run does again, and one that a kill cut short; returns the others.
-
-    A kill here loses none of them.
-    """
-    if not path.exists():
-        return []
-    records = [record for _, record in whole_lines(path) if record["step"] < step]
-    write_durably(path, "".join(to_json(record) + "\n" for record in records))
-    return records
-
-
 def drop_failures_from(folder: Path, step: int) -> None:
     """Delete tracebacks of steps that are done again: other dumps are overwritten, these grow."""
     for path in folder.glob("*.failed.jsonl"):
         if int(path.name.removeprefix("val-").partition(".")[0]) >= step:
             path.unlink()
-
-
-def to_yaml(cfg) -> str:
-    """The resolved configuration, readable by --config again, with the commit that ran it."""
-    plain = {
-        group: {knob: list(value) if isinstance(value, tuple) else value for knob, value in knobs.items()}
-        for group, knobs in asdict(cfg).items()
-    }
-    return f"# commit {git_commit()}\n" + yaml.safe_dump(plain, sort_keys=False)
-
-
-def git_commit() -> str:
-    """The commit of this checkout, and whether its files differ from it."""
-
-    def git(*words: str) -> str:
-        folder = Path(__file__).parent
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "-uno")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + (" with local changes" if changed else "")

@@ -124,19 +124,15 @@ def facts(**values: Any) -> Callable[[Callable], Callable]:
 
 
 def vanilla(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
-    """PPO's clipped surrogate (arXiv:1707.06347) with separate clips (DAPO, arXiv:2503.14476) and the dual clip.
-
-    Dual clip: arXiv:1912.09729.
-    """
+    """PPO's clipped surrogate (arXiv:1707.06347) with separate clips (DAPO, arXiv:2503.14476) and the dual clip. Dual
+    clip: arXiv:1912.09729."""
     return clipped_surrogate(log_ratio(logprobs, old_logprobs, mask).exp(), advantages, cfg, cfg.clip_ratio_c)
 
 
 @facts(clips_much=True)  # its clip range is narrow
 def gspo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
     """The sequence's ratio, the geometric mean of its tokens', in place of each token's (Zheng et al. 2025).
-
-    arXiv:2507.18071. The ratio's value is the sequence's, its gradient the token's.
-    """
+    arXiv:2507.18071. The ratio's value is the sequence's, its gradient the token's."""
     log_ratios = seq_mean(log_ratio(logprobs, old_logprobs, mask), mask, seq_ids).detach()
     ratio = (log_ratios + logprobs - logprobs.detach()).clamp(max=10).exp()  # [T]
     return clipped_surrogate(ratio, advantages, cfg, None)
@@ -157,9 +153,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, cfg: LossConfig, dual_c
 
 def cispo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
     """REINFORCE weighted with the clipped ratio, which has no gradient: no token loses its own (MiniMax-M1 2025).
-
-    arXiv:2506.13585.
-    """
+    arXiv:2506.13585."""
     low, high = cfg.clip_range
     ratio = log_ratio(logprobs, old_logprobs, mask).exp().detach()
     clipped = ratio.clamp(1 - low, 1 + high)
@@ -179,10 +173,8 @@ def sapo(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
 
 
 def geo_mean(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
-    """GMPO: the sequence's geometric mean of its clipped ratios (Zhao et al. 2025, arXiv:2507.20673).
-
-    They are clipped in logs, on the side to which the advantage pushes.
-    """
+    """GMPO: the sequence's geometric mean of its clipped ratios (Zhao et al. 2025, arXiv:2507.20673). They are clipped
+    in logs, on the side to which the advantage pushes."""
     low, high = cfg.clip_range
     d = log_ratio(logprobs, old_logprobs, mask)
     clipped = torch.where(advantages > 0, d.clamp(max=high), d.clamp(min=-low))
@@ -191,10 +183,8 @@ def geo_mean(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken
 
 
 def dppo_tv(logprobs, old_logprobs, advantages, mask, seq_ids, cfg) -> PerToken:
-    """REINFORCE with the truncated ratio, where the token's probability moved no further than the clip allows.
-
-    Qi et al. 2026, arXiv:2602.04879.
-    """
+    """REINFORCE with the truncated ratio, where the token's probability moved no further than the clip allows. Qi et
+    al. 2026, arXiv:2602.04879."""
     low, high = cfg.clip_range
     moved = (logprobs.exp() - old_logprobs.exp()).detach()
     inside = torch.where(advantages > 0, moved <= high, moved >= -low)
@@ -217,11 +207,9 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy, reference) from tokens that the policy sampled.
-
-    Schulman, "Approximating KL divergence", 2020. With a "+" the value is the estimator's and the gradient is k2's,
-    whose expectation is the true KL gradient.
-    """
+    """Per-token estimate of KL(policy, reference) from tokens that the policy sampled. Schulman, "Approximating KL
+    divergence", 2020. With a "+" the value is the estimator's and the gradient is k2's, whose expectation is the true
+    KL gradient."""
     d = (ref_logprobs - logprobs).clamp(-20, 20)
     base = kind.removesuffix("+")
     if base == "k1":
@@ -243,10 +231,8 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, seq_ids: Tensor, cfg: LossConfig
 ) -> Tensor:
-    """exp(old - rollout) [T], a token's own or its sequence's product, truncated, without gradient.
-
-    TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-    """
+    """exp(old - rollout) [T], a token's own or its sequence's product, truncated, without gradient. TIS: Yao et al.
+    2025, "Your efficient RL framework secretly brings you off-policy RL training"."""
     d = log_ratio(old_logprobs, rollout_logprobs, mask).detach()
     if cfg.rollout_is == "sequence":
         d = d.new_zeros(int(seq_ids[-1]) + 1).index_add(0, seq_ids, d)[seq_ids].clamp(-20, 20)
@@ -255,9 +241,7 @@ def correction_weights(
 
 def reject_mismatched(trajectories: list[Trajectory], cfg: LossConfig) -> dict[str, float]:
     """Take the tokens, or sequences, whose pi_actor / pi_vLLM is out of bounds out of loss_mask; return metrics.
-
-    IcePop for tokens; MIS (Liu et al. 2025) for sequences.
-    """
+    IcePop for tokens; MIS (Liu et al. 2025) for sequences."""
     if cfg.rollout_rs == "none":
         return {}
     before = sum(int(t.loss_mask.sum()) for t in trajectories)
@@ -289,10 +273,8 @@ def policy_loss(
     batch: Batch, logprobs: Tensor, entropy: Tensor, cfg: LossConfig, totals: Totals
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """This micro-batch's share of the mini-batch's loss (a scalar with gradient), and `{metric: (sum, count)}`.
-
     logprobs and entropy [T] are the actor's now. Values at masked positions are never looked at. A batch without
-    old_logprobs is on its only update: the old ones are the current ones, and the ratio is exactly 1.
-    """
+    old_logprobs is on its only update: the old ones are the current ones, and the ratio is exactly 1."""
     mask = batch.loss_mask
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 

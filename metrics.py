@@ -18,9 +18,7 @@ from host.console import one_line
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """Rewards, lengths and tokens of a step, over all ranks; agent/NAME/mean of what the agents measured.
-
-    reward/truncated is of the responses that were cut at the limit.
-    """
+    reward/truncated is of the responses that were cut at the limit."""
     lengths = [t.response_length for t in trajectories]
     cut = [t for t in trajectories if t.finish_reason == "length"]
     metrics = {
@@ -39,7 +37,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     if scores:
         metrics |= {
             "reward/mean": mean(scores),
-            "reward/std": torch.tensor(scores, dtype=torch.float64).std(correction=0),
+            "reward/std": float(torch.tensor(scores, dtype=torch.float64).std(correction=0)),
             "reward/max": max(scores),
             "reward/min": min(scores),
         }
@@ -68,8 +66,7 @@ def validation_metrics(trajectories: list[Trajectory], tasks: list[Task], n: int
     mean@n and pass@k come with their standard error over prompts. The value of a session is `acc` where its reward
     gives one, else the score; of several outputs the last one's. Correct is 1 or more: rewards of 0 or 1, or of -1 or
     1, are right as they are, one on another scale gives `acc`. A failed session is worth 0, or the lowest value of its
-    source when that is negative.
-    """
+    source when that is negative."""
     values = session_values(trajectories)
     sources: dict[str, list[list[float]]] = {}  # data source -> prompts -> their sessions' values, NaN for a failed one
     for task in tasks:
@@ -116,10 +113,8 @@ def session_values(trajectories: list[Trajectory]) -> dict[int, dict[int, float]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that k of n sessions, drawn without replacement, hold a correct one (Chen et al. 2021).
-
-    1 - C(n - correct, k) / C(n, k).
-    """
+    """Chance that k of n sessions, drawn without replacement, hold a correct one (Chen et al. 2021). 1 - C(n -
+    correct, k) / C(n, k)."""
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 

@@ -36,11 +36,9 @@ def meta_model(config) -> torch.nn.Module:
 
 
 def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float) -> torch.nn.Module:
-    """A causal LM with packed attention and the chunked head, in plain torch.
-
-    num_tokens are the tokenizer's: ids from there on are padding of the vocabulary, with no share in the softmax.
-    ValueError for a model whose forward this would get wrong.
-    """
+    """A causal LM with packed attention and the chunked head, in plain torch. num_tokens are the tokenizer's: ids from
+    there on are padding of the vocabulary, with no share in the softmax. ValueError for a model whose forward this
+    would get wrong."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
@@ -62,11 +60,8 @@ def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: floa
 
 
 def forward(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(logprobs [T], entropy [T])` of a packed batch, 0 at tokens that the policy did not sample.
-
-    The one place that shifts: position t - 1 of the model predicts token t. The head sees only positions whose next
-    token was sampled.
-    """
+    """`(logprobs [T], entropy [T])` of a packed batch, 0 at tokens that the policy did not sample. The one place that
+    shifts: position t - 1 of the model predicts token t. The head sees only positions whose next token was sampled."""
     sampled = batch.sampled  # [K]
     assert len(sampled), "a micro-batch without a sampled token has nothing to compute"
     model.get_output_embeddings().targets = batch.tokens[sampled]
@@ -125,10 +120,8 @@ def padded_attention(q, k, v, scaling: float, window: int | None, packing: Batch
 
 
 def replace_head(head, num_tokens: int, temperature: float) -> None:
-    """Make head.forward give log-probs and entropies of head.targets under softmax(logits / temperature).
-
-    `head.ops` is the module whose block_statistics and logit_gradient it uses: this one, or fast.kernels.
-    """
+    """Make head.forward give log-probs and entropies of head.targets under softmax(logits / temperature). `head.ops`
+    is the module whose block_statistics and logit_gradient it uses: this one, or fast.kernels."""
     head.targets = None
     head.num_tokens = num_tokens
     head.temperature = temperature
@@ -205,11 +198,9 @@ def total_mass(tops, masses) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def block_statistics(logits, temperature, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each BLOCK tokens of the vocabulary, with x = logit / temperature: the largest x, the sum of exp(x - largest),
-    and that of x exp(x - largest).
-
-    logits [K, V] -> three [K, B] float32. temperature is one number or [K]; 0 counts as 1.
-    """
+    """Of each BLOCK tokens of the vocabulary, with x = logit / temperature: the largest x, the sum of exp(x -
+    largest), and that of x exp(x - largest). logits [K, V] -> three [K, B] float32. temperature is one number or [K];
+    0 counts as 1."""
     scale = torch.where(temperature == 0, 1.0, temperature).view(-1, 1)
     scaled = (logits[:, :num_tokens].float() / scale).clamp(min=LOW)
     block = min(BLOCK, num_tokens)
@@ -220,10 +211,8 @@ def block_statistics(logits, temperature, num_tokens: int) -> tuple[torch.Tensor
 
 
 def logit_gradient(logits, rows: Rows, temperature, num_tokens: int) -> torch.Tensor:
-    """The gradient of the logits [K, V], in their type.
-
-    With x = logits / temperature and p = softmax(x): d logprob / dx = [target] - p, d entropy / dx = -p (x - mean).
-    """
+    """The gradient of the logits [K, V], in their type. With x = logits / temperature and p = softmax(x): d logprob /
+    dx = [target] - p, d entropy / dx = -p (x - mean)."""
     targets, logsumexp, mean, grad_logprob, grad_entropy = (row[:, None] for row in rows)
     scaled = (logits.float() / temperature).clamp(min=LOW)
     ids = torch.arange(logits.size(1), device=logits.device)
@@ -234,10 +223,8 @@ def logit_gradient(logits, rows: Rows, temperature, num_tokens: int) -> torch.Te
 
 
 def check_heads(path: str, tensor_parallel: int) -> None:
-    """ValueError when the model's key-value heads can't be dealt out evenly.
-
-    vLLM would copy some, and the sum of bits would not prove a sync.
-    """
+    """ValueError when the model's key-value heads can't be dealt out evenly. vLLM would copy some, and the sum of bits
+    would not prove a sync."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path).get_text_config()

@@ -46,10 +46,8 @@ class Generates(Protocol):
 
 @dataclass
 class Policy:
-    """What an agent may ask for in its session.
-
-    Prompts are rendered, continuations are sampled with the session's own seeds, tools are called.
-    """
+    """What an agent may ask for in its session. Prompts are rendered, continuations are sampled with the session's own
+    seeds, tools are called."""
 
     engine: Generates
     task: Task
@@ -64,10 +62,8 @@ class Policy:
         return self.engine.tokenizer
 
     def encode(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
-        """Token ids [L] of a prompt. PromptTooLong when it is, unless data.truncation says how to cut it.
-
-        Messages go through the chat template, with the assistant's turn opened; a text does only when there are tools.
-        """
+        """Token ids [L] of a prompt. PromptTooLong when it is, unless data.truncation says how to cut it. Messages go
+        through the chat template, with the assistant's turn opened; a text does only when there are tools."""
         key = repr((messages, tools))
         if key not in self.encoded:
             how = FORMATS[self.engine.cfg.agent.format].how
@@ -81,10 +77,8 @@ class Policy:
         return list(self.encoded[key])  # the agent's own: other sessions share the original
 
     def encode_reply(self, messages: list[dict]) -> list[int]:
-        """Token ids of what stands between the end token that the policy has sampled and its next turn.
-
-        As the chat template writes it: separators, `messages`, the opened turn.
-        """
+        """Token ids of what stands between the end token that the policy has sampled and its next turn. As the chat
+        template writes it: separators, `messages`, the opened turn."""
         key = repr(messages)
         if key not in self.encoded:
             ids = {self.tokenizer.eos_token_id, *self.engine.stop_token_ids} - {None}
@@ -98,20 +92,16 @@ class Policy:
         return max(prompts, key=len, default=tokens)
 
     def budget_left(self, tokens: list[int]) -> int:
-        """How many more tokens, sampled or read, may follow.
-
-        data.max_response_length is shared by all that comes after the prompt.
-        """
+        """How many more tokens, sampled or read, may follow. data.max_response_length is shared by all that comes
+        after the prompt."""
         data = self.engine.cfg.data
         used = len(tokens) - len(self.prompt_of(tokens))
         longest = data.max_prompt_length + data.max_response_length
         return min(data.max_response_length - used, longest - len(tokens))
 
     async def generate(self, tokens: list[int], max_tokens: int | None = None) -> Reply:
-        """Sample a continuation of `tokens`, of at most max_tokens and what the budget has left.
-
-        BudgetUsed when nothing is left. Calls may run at the same time, from the same tokens too.
-        """
+        """Sample a continuation of `tokens`, of at most max_tokens and what the budget has left. BudgetUsed when
+        nothing is left. Calls may run at the same time, from the same tokens too."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1")
         left = self.budget_left(tokens)
@@ -125,10 +115,8 @@ class Policy:
         return await self.engine.generate(list(tokens), self.sampling, most, self.next_seed(tokens))
 
     def next_seed(self, tokens: list[int]) -> int:
-        """The seed for continuing `tokens` once more.
-
-        It follows from what is continued and how often that was, not from when: branches take turns in any order.
-        """
+        """The seed for continuing `tokens` once more. It follows from what is continued and how often that was, not
+        from when: branches take turns in any order."""
         self.calls[tuple(tokens)] += 1
         first = self.prompts[0] if self.prompts else []
         behind_prompt = tokens[len(first) :] if tokens[: len(first)] == first else tokens
@@ -145,10 +133,8 @@ def decode(tokens: list[int], tokenizer, skip_special_tokens: bool = True, **kwa
 
 
 def session_seed(*key) -> int:
-    """A sampling seed from what names the session.
-
-    63 bits of a hash, so that no two sessions share one, whatever rank or batch they are in.
-    """
+    """A sampling seed from what names the session. 63 bits of a hash, so that no two sessions share one, whatever rank
+    or batch they are in."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -175,10 +161,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def stop_token_ids(path: str, tokenizer) -> list[int]:
-    """Ends of turn: the tokenizer's, and those that the model's generation_config lists.
-
-    (Its sampling settings are not used.)
-    """
+    """Ends of turn: the tokenizer's, and those that the model's generation_config lists. (Its sampling settings are
+    not used.)"""
     from transformers import GenerationConfig
 
     ids = {tokenizer.eos_token_id}

@@ -70,10 +70,8 @@ class Scorer:
         self.pool = WorkerPool(functools.partial(load_judge, cfg, data_sources), cfg.num_workers, preload)
 
     async def score(self, trajectory: Trajectory) -> None:
-        """Fill score, score_parts and error from the texts response and answer.
-
-        Where the rule fails, score is NaN and error says why.
-        """
+        """Fill score, score_parts and error from the texts response and answer. Where the rule fails, score is NaN and
+        error says why."""
         trajectory.score = math.nan
         trajectory.score_parts = {}
         trajectory.error = None
@@ -110,10 +108,8 @@ def load_judge(cfg: RewardConfig, data_sources: list[str]) -> Callable[[dict], t
 
 
 def score_and_parts(result: Any) -> tuple[float, dict[str, float]]:
-    """The score and the other numbers of what a rule returned. TypeError when its score is no finite number.
-
-    Parts that are no numbers (verl's rules return texts beside the score) are left out.
-    """
+    """The score and the other numbers of what a rule returned. TypeError when its score is no finite number. Parts
+    that are no numbers (verl's rules return texts beside the score) are left out."""
     named = result if isinstance(result, dict) else {"score": result}
     parts = {name: as_number(value) for name, value in named.items()}
     score = parts.pop("score", None)
@@ -130,18 +126,14 @@ def as_number(value: Any) -> float | None:
 
 
 def too_many_failed(num_failed: int, num_expected: int, cfg: RewardConfig) -> bool:
-    """Whether num_failed of a step's num_expected scores are more than max_failed_fraction.
-
-    May be asked before all scores are there: once it is true it stays true.
-    """
+    """Whether num_failed of a step's num_expected scores are more than max_failed_fraction. May be asked before all
+    scores are there: once it is true it stays true."""
     return num_failed > 0 and num_failed / num_expected > cfg.max_failed_fraction
 
 
 def check_failures(trajectories: list[Trajectory], cfg: RewardConfig) -> dict[str, float]:
-    """Metrics of the failed scores in a whole step, of all ranks.
-
-    RuntimeError with the first traceback when there are more than cfg.max_failed_fraction.
-    """
+    """Metrics of the failed scores in a whole step, of all ranks. RuntimeError with the first traceback when there are
+    more than cfg.max_failed_fraction."""
     errors = [t.error for t in trajectories if t.error]
     if too_many_failed(len(errors), len(trajectories), cfg):
         failed = f"{len(errors)} of {len(trajectories)} trajectories could not be scored"

@@ -112,10 +112,8 @@ def check_sampling(cfg: RolloutConfig | ValConfig, group: str) -> None:
 
 @dataclass
 class Group:
-    """A prompt of a step and its sessions.
-
-    pending -> running -> finished, or failure when any session raised or passed its deadline.
-    """
+    """A prompt of a step and its sessions. pending -> running -> finished, or failure when any session raised or
+    passed its deadline."""
 
     task: Task
     index: int  # place in the step
@@ -141,10 +139,8 @@ class Rollout:
 
     def run(self, tasks: list[Task], place: int = 0) -> list[Group]:
         """sampling.n scored sessions of each task of this engine's share, together; groups in submission order.
-
         tasks[0] is prompt number `place` of the step: uids and seeds follow from it, whatever rank a prompt is on.
-        ToldToStop once stop() is true.
-        """
+        ToldToStop once stop() is true."""
         first, share = rank_share(tasks, self.engine.ranks.world_size)
         groups = [Group(task, index) for index, task in enumerate(share, place + first)]
         self.num_expected += self.sampling.n * len(tasks)
@@ -237,9 +233,7 @@ class Rollout:
 
 def check_output(output: Any, agent: str, cfg, num_tokens: int) -> list[Trajectory]:
     """What an agent returned, if an agent may return it; ValueError says what is wrong with it (cfg: DataConfig).
-
-    Fills in a finish_reason that the agent left out.
-    """
+    Fills in a finish_reason that the agent left out."""
     trajectories = output if isinstance(output, list) else [output]
     if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
         raise ValueError(f"the agent {agent} must return a Trajectory or a list of them, not {output!r:.200}")
@@ -303,8 +297,7 @@ def sample(run, step: int) -> list[Trajectory]:
 
     The same list on every rank, in submission order. Dynamic sampling (filter_groups) replaces groups whose scores are
     all equal, and rollout.failed_groups=refill those that failed, by fresh prompts, for a bounded number of batches.
-    ToldToStop on every rank when any was told while it sampled. A collective.
-    """
+    ToldToStop on every rank when any was told while it sampled. A collective."""
     cfg = run.cfg
     wanted = cfg.data.train_batch_size
     replaces = cfg.algorithm.filter_groups or cfg.rollout.failed_groups == "refill"
@@ -367,10 +360,8 @@ def too_few_groups(num_kept: int, wanted: int, counts: Counter, most: int | None
 
 
 def set_baselines(groups: list[list[Trajectory]], greedy: list[list[Trajectory]]) -> None:
-    """Give every prompt's trajectories the score of its greedy session (remax).
-
-    Where that has no score, they have none either.
-    """
+    """Give every prompt's trajectories the score of its greedy session (remax). Where that has no score, they have
+    none either."""
     for group, of_prompt in zip(groups, greedy):
         for trajectory in group:
             trajectory.baseline = of_prompt[-1].score if of_prompt else math.nan

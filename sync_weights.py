@@ -64,10 +64,8 @@ class SyncError(RuntimeError):
 
 
 def sync_weights(actor: Actor, engine: Engine, cfg: SyncConfig, probe: list[Task]) -> dict[str, float]:
-    """Wake vLLM with the actor's current weights, ready to generate; when a probe is due, compare the two on its tasks.
-
-    SyncError when vLLM can't be proven to hold the actor's weights. Returns metrics. A collective.
-    """
+    """Wake vLLM with the actor's current weights, ready to generate; when a probe is due, compare the two on its
+    tasks. SyncError when vLLM can't be proven to hold the actor's weights. Returns metrics. A collective."""
     if actor.moments:
         actor.moments.offload()  # vLLM gets their memory
     due = probe_is_due(actor, engine, cfg)
@@ -105,10 +103,8 @@ class Ledger:
 
 
 def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Lists of neighbours, each full with the item that brings it to SUMMED_AT_ONCE elements.
-
-    For a small tensor a call takes the host longer than the device. No item is kept once its list was handed out.
-    """
+    """Lists of neighbours, each full with the item that brings it to SUMMED_AT_ONCE elements. For a small tensor a
+    call takes the host longer than the device. No item is kept once its list was handed out."""
     held: list[Item] = []
     total = 0
     for item in items:
@@ -124,10 +120,8 @@ def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
 
 
 def bit_sum(*tensors: torch.Tensor) -> torch.Tensor:
-    """The tensors' elements, read as integers, added up: one int64.
-
-    Fusing and splitting tensors, as vLLM does, leaves the sum as it is.
-    """
+    """The tensors' elements, read as integers, added up: one int64. Fusing and splitting tensors, as vLLM does, leaves
+    the sum as it is."""
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         integers = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
@@ -143,10 +137,8 @@ def add_up(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def check_coverage(engine: Engine, loaded: set[str], ledger: Ledger, actor: Actor) -> None:
-    """SyncError unless every parameter of vLLM was written, none twice, and all bits are there.
-
-    A parameter that has two names (tied weights) counts once. A collective.
-    """
+    """SyncError unless every parameter of vLLM was written, none twice, and all bits are there. A parameter that has
+    two names (tied weights) counts once. A collective."""
     twice = sorted(name for name, times in Counter(ledger.names).items() if times > 1)
     if twice:
         raise SyncError(f"sent twice to vLLM: {', '.join(twice)}")
@@ -179,10 +171,8 @@ def held_bits(engine: Engine, parameters: dict[str, torch.Tensor]) -> torch.Tens
 
 
 def differing_tensors(actor: Actor, engine: Engine) -> str:
-    """For the error message: which of the actor's tensors vLLM does not hold. A collective.
-
-    Loads them once more, one at a time: those that change what vLLM holds were not in it.
-    """
+    """For the error message: which of the actor's tensors vLLM does not hold. A collective. Loads them once more, one
+    at a time: those that change what vLLM holds were not in it."""
     parameters = dict(engine.model.named_parameters())
     differing = []
     for name, tensor in actor.weights(engine.dtype):
@@ -209,9 +199,7 @@ def shares_layer(ours: str, theirs: str) -> bool:
 
 def check_probe(actor: Actor, engine: Engine, cfg: SyncConfig, tasks: list[Task]) -> dict[str, float]:
     """vLLM samples fixed prompts, the actor scores the same tokens: metrics of how far apart their log-probs are.
-
-    SyncError, when that is too far, names the worst token and the tensors that differ. A collective.
-    """
+    SyncError, when that is too far, names the worst token and the tensors that differ. A collective."""
     trajectories = gather(engine.drive([probe_session(engine, cfg, task, seed) for seed, task in enumerate(tasks)]))
     total = 0.0
     count = 0
@@ -240,10 +228,8 @@ def check_probe(actor: Actor, engine: Engine, cfg: SyncConfig, tasks: list[Task]
 
 
 def tolerances(cfg: SyncConfig, dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """Largest, and largest mean, |vLLM - actor| that passes.
-
-    On one H200 in float32 0.006 and 0.0005 were seen, in bfloat16 0.02 and 0.006; stale weights differ by nats.
-    """
+    """Largest, and largest mean, |vLLM - actor| that passes. On one H200 in float32 0.006 and 0.0005 were seen, in
+    bfloat16 0.02 and 0.006; stale weights differ by nats."""
     if dtype != torch.float32:
         most = 1.0
     elif device == "cpu":

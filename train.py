@@ -103,10 +103,8 @@ def train(run: Run) -> None:
 
 
 def start(cfg: Config, engine: Engine | None = None) -> Run:
-    """Everything that a run needs. What is wrong with its data or its checkpoint is found before a model loads.
-
-    An `engine` that sleeps, as of an earlier run in this process, is used again, as it was made.
-    """
+    """Everything that a run needs. What is wrong with its data or its checkpoint is found before a model loads. An
+    `engine` that sleeps, as of an earlier run in this process, is used again, as it was made."""
     tokenizer = load_tokenizer(cfg.actor.path)
     train_tasks, val_tasks = load_data(cfg, tokenizer)
     scorer = Scorer(cfg.reward, {task.data_source for task in train_tasks + val_tasks})
@@ -197,9 +195,7 @@ def make_engine(cfg: Config, tokenizer) -> Engine:
 
 def validate(run: Run, step: int) -> dict[str, float]:
     """When it is due after `step` steps: sample and score the validation tasks, dump them, mark the best checkpoint.
-
-    With validation's own sampling; a failed session counts as wrong. Returns val/ metrics. A collective.
-    """
+    With validation's own sampling; a failed session counts as wrong. Returns val/ metrics. A collective."""
     cfg, log = run.cfg, run.log
     if not run.val_tasks or not validation_is_due(cfg, step, run.total_steps):
         return {}
@@ -238,10 +234,8 @@ def fill(trajectories: list[Trajectory], name: str, values: list[torch.Tensor]) 
 
 
 def finish_step(run: Run, step: int, trajectories: list[Trajectory]) -> bool:
-    """What a step leaves on disk; True when any rank was told to stop. A collective.
-
-    Dump and record come before the checkpoint: a kill between them does a step again, and none is lost. The next record
-    has the time that saving took.
+    """What a step leaves on disk; True when any rank was told to stop. A collective. Dump and record come before the
+    checkpoint: a kill between them does a step again, and none is lost. The next record has the time that saving took.
     """
     cfg, log, state = run.cfg, run.log, run.state
     count_skipped(run, step)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,8 @@ HASHED_BYTES = 64 * 2**20
 
 
 def newest(folder: Path) -> Path | None:
-    """The complete checkpoint that was saved last; says which later ones are not complete.
-
-    ValueError when there are checkpoints and none is complete.
-    """
+    """The complete checkpoint that was saved last; says which later ones are not complete. ValueError when there are
+    checkpoints and none is complete."""
     name_again(folder)
     found = set(folder.glob("step-*"))
     marker = folder / "latest"
@@ -109,10 +108,8 @@ def flush(path: Path) -> None:
 
 
 def move_aside(run_dir: Path) -> Path | None:
-    """Rename an earlier run's folder, so that a fresh start neither mixes with it nor loses it.
-
-    Returns its new name; None when no run was there.
-    """
+    """Rename an earlier run's folder, so that a fresh start neither mixes with it nor loses it. Returns its new name;
+    None when no run was there."""
     if not (run_dir / "metrics.jsonl").exists():
         return None
     number = 1
@@ -123,10 +120,8 @@ def move_aside(run_dir: Path) -> Path | None:
 
 
 def to_json(record: dict) -> str:
-    """One line that any JSON reader takes.
-
-    NaN and infinities, which JSON lacks, become null, and what is no JSON becomes text.
-    """
+    """One line that any JSON reader takes. NaN and infinities, which JSON lacks, become null, and what is no JSON
+    becomes text."""
     return json.dumps(without_nan(record), default=str, allow_nan=False)
 
 
@@ -139,10 +134,8 @@ def without_nan(value: Any) -> Any:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[bytes, Any]]:
-    """(line, record) of a file of JSON lines, less a last one that a kill cut short.
-
-    ValueError for any other that is no JSON.
-    """
+    """(line, record) of a file of JSON lines, less a last one that a kill cut short. ValueError for any other that is
+    no JSON."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -154,3 +147,28 @@ def whole_lines(path: Path) -> Iterator[tuple[bytes, Any]]:
                     return
                 raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
             yield line, record
+
+
+def keep_lines_before(path: Path, step: int) -> list[dict]:
+    """Drop the records of steps that a resumed run does again, and one that a kill cut short; returns the others. A
+    kill here loses none of them."""
+    if not path.exists():
+        return []
+    records = [record for _, record in whole_lines(path) if record["step"] < step]
+    write_durably(path, "".join(to_json(record) + "\n" for record in records))
+    return records
+
+
+def git_commit() -> str:
+    """The commit of this checkout, and whether its files differ from it."""
+
+    def git(*words: str) -> str:
+        folder = Path(__file__).parent.parent
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "-uno")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + (" with local changes" if changed else "")

@@ -311,7 +311,7 @@ def reasoning_gym(task: Task, trajectory: Trajectory) -> float:
         return 0.0
 
 
-REWARDS = {
+REWARDS: dict[str, Callable[[Task, Trajectory], float | dict]] = {
     "gsm8k": gsm8k,
     "math": math_boxed,
     "math_dapo": math_dapo,

@@ -729,7 +729,7 @@ BUGS = [
     ),
     Bug(
         "metrics rewritten in place",
-        "log.py",
+        "host/disk.py",
         'write_durably(path, "".join(to_json(',
         'path.write_text("".join(to_json(',
         "test_resume.py::test_kill_while_metrics_are_rewritten_loses_none",

@@ -23,7 +23,6 @@ from checkpoint import (
     SavedState,
     changed_knobs,
     check_changes,
-    choose,
     find,
     mark_best,
     read_state,
@@ -31,6 +30,7 @@ from checkpoint import (
 )
 from config import Config
 from host import disk
+from look.export import choose
 
 
 def save_weights(folder):
@@ -608,7 +608,8 @@ def ranks(model, run_dir, todo, processes):
 
 def export(*args):
     return subprocess.run(
-        [sys.executable, str(ROOT / "checkpoint.py"), "export", *map(str, args)],
+        [sys.executable, "-m", "look.export", *map(str, args)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
