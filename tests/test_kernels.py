@@ -11,19 +11,17 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-import model as head
-from fast import decoding
-from fast.decoding import uniform
-from fast.sampling import sample_tokens
+import model
+from fast import decoding, sampling
+from fast.engine import capture_sizes
+from fast.sampling import sample_tokens, uniform
 
 INTERPRETED = """
 import sys
 sys.path[:0] = [{root!r}]
 import torch
-from fast import attention
-from fast import decoding
-import model as head
-from fast import kernels
+import model
+from fast import attention, decoding, kernels, sampling
 
 torch.manual_seed(0)
 close = lambda ours, theirs, **kwargs: torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, **kwargs)
@@ -32,18 +30,18 @@ for rows, vocab, num_tokens in [(5, 5000, 4500), (2, 4096, 4096), (3, 160, 160)]
     logits, targets = torch.randn(rows, vocab) * 3, torch.randint(0, num_tokens, (rows,))
     logits[0, 1 : num_tokens - 1] = -torch.inf  # a whole block of no probability
     for temperature in (torch.tensor(0.7), torch.linspace(0, 2, rows)):
-        for ours, theirs in zip(kernels.block_statistics(logits, temperature, num_tokens), head.block_statistics(logits, temperature, num_tokens)):
+        for ours, theirs in zip(kernels.block_statistics(logits, temperature, num_tokens), model.block_statistics(logits, temperature, num_tokens)):
             if theirs.abs().max() < 1e20:
                 close(ours, theirs)
     order, table = torch.randperm(rows), torch.rand(rows) + 0.5
     for ours, theirs in zip(kernels.block_statistics(logits, table, num_tokens, order), kernels.block_statistics(logits, table[order], num_tokens)):
         assert torch.equal(ours, theirs), "a table of temperatures, and where in it a row's is"
-    for statistics in (kernels.block_statistics, head.block_statistics):  # what is no number is not lost in a largest of others
+    for statistics in (kernels.block_statistics, model.block_statistics):  # what is no number is not lost in a largest of others
         assert all(x[0, 0].isnan() for x in statistics(logits.index_fill(1, torch.tensor([2]), torch.nan), torch.tensor(1.0), num_tokens)[1:])
     logits = torch.randn(rows, vocab) * 3
-    of_rows = logits.logsumexp(-1), torch.randn(rows), torch.randn(rows), torch.randn(rows), torch.tensor(0.7)
-    expected = head.logit_gradient(logits, targets, *of_rows, num_tokens)
-    ours = kernels.logit_gradient(logits, targets, *of_rows, num_tokens)
+    of_rows = model.Rows(targets, logits.logsumexp(-1), torch.randn(rows), torch.randn(rows), torch.randn(rows))
+    expected = model.logit_gradient(logits, of_rows, torch.tensor(0.7), num_tokens)
+    ours = kernels.logit_gradient(logits, of_rows, torch.tensor(0.7), num_tokens)
     close(ours, expected)
     assert ours is logits, "written in place"
 
@@ -59,7 +57,7 @@ for heads, kv_heads, size, layout in [(4, 2, 16, "HND"), (6, 2, 16, "NHD"), (1, 
     query, cache, table = torch.randn(5, heads, size + 4)[..., :size].contiguous(), torch.randn(40, kv_heads, 16, 2 * size), torch.randint(0, 40, (5, 6), dtype=torch.int32)
     view = cache if layout == "HND" else cache.transpose(1, 2).contiguous().transpose(1, 2)  # as vLLM may keep it: the same by another stride
     wide = torch.full((5, 3, heads, size), 7.0)
-    kernels.decode_attention(wide[:, 1], query, view, table, lengths, 0.3, kernels.find_shared(query, view, table, lengths))
+    decoding.decode_attention(wide[:, 1], query, view, table, lengths, 0.3, decoding.find_shared(query, view, table, lengths))
     for s, length in enumerate(lengths.tolist()):
         k, v = cache[table[s].long()].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(heads // kv_heads, 1).split(size, -1)  # [length, heads, size]
         expected = torch.einsum("hn,nhd->hd", (torch.einsum("hd,nhd->hn", query[s], k) * 0.3).softmax(-1), v) if length else torch.zeros(heads, size)
@@ -74,12 +72,12 @@ table[17:19, :37] = table[17, :37]  # a long one, that only one of the two has f
 table[19:22, 0] = table[19, 0]  # a block that the first of three has not yet written past
 for heads, kv_heads, size in [(4, 2, 16), (6, 2, 16), (9, 1, 32)]:
     query, cache = torch.randn(22, heads, size), torch.randn(900, kv_heads, 16, 2 * size)
-    shared = kernels.find_shared(query, cache, table, lengths)
+    shared = decoding.find_shared(query, cache, table, lengths)
     assert shared[0].tolist() == [48] * 11 + [0] + [32] * 4 + [0] + [37 * 16] * 2 + [0] * 3, "tokens read once for several sequences"
     assert shared[1].tolist() == [8] + [0] * 7 + [3] + [0] * 3 + [4] + [0] * 4 + [2] + [0] * 4, "and who reads them"
     for layer in range(2):  # the second finds what the first has left in the room for what is read
         out, cache = torch.empty(22, heads, size), torch.randn(900, kv_heads, 16, 2 * size)
-        kernels.decode_attention(out, query, cache, table, lengths, 0.3, shared)
+        decoding.decode_attention(out, query, cache, table, lengths, 0.3, shared)
         for s, length in enumerate(lengths.tolist()):
             k, v = cache[table[s].long()].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(heads // kv_heads, 1).split(size, -1)
             expected = torch.einsum("hn,nhd->hd", (torch.einsum("hd,nhd->hn", query[s], k) * 0.3).softmax(-1), v) if length else torch.zeros(heads, size)
@@ -87,15 +85,13 @@ for heads, kv_heads, size in [(4, 2, 16), (6, 2, 16), (9, 1, 32)]:
 
 def both(logits, *args):
     "What torch samples, and what the kernels do."
-    theirs = decoding.sample_tokens(logits, *args)
-    found, decoding.kernels_for = decoding.kernels_for, lambda tensor: kernels
-    ours = decoding.sample_tokens(logits, *args)
-    decoding.kernels_for = found
+    theirs = sampling.sample_tokens(logits, *args)
+    ours = sampling.sample_tokens(logits, *args, kernels=kernels)
     assert [x.dtype for x in ours] == [x.dtype for x in theirs] == [torch.int64, torch.float32] and ours[0].shape == ours[1].shape == (len(logits),)
     assert ((ours[0] >= 0) & (ours[0] < logits.size(1))).all()
     return theirs, ours
 
-for rows, vocab, dtype in [(150, 5000, torch.float32), (40, 2 * head.BLOCK, torch.bfloat16), (30, 160, torch.float32), (12, 40000, torch.float32), (3, 1, torch.float32)]:
+for rows, vocab, dtype in [(150, 5000, torch.float32), (40, 2 * model.BLOCK, torch.bfloat16), (30, 160, torch.float32), (12, 40000, torch.float32), (3, 1, torch.float32)]:
     logits = (torch.randn(rows, vocab + 3) * 2).to(dtype)[:, :vocab]  # rows further apart than they are long
     logits[0, : vocab // 2], logits[1, 1:] = -torch.inf, -torch.inf  # half of no probability, and all but one
     logits[2 :: 5, vocab // 2] = logits[2 :: 5, vocab // 3] = logits.max() + 1  # the likeliest twice
@@ -116,8 +112,8 @@ for temperature in (0.0, 1.0):
     theirs, ours = both(logits, torch.full((4,), temperature), torch.arange(4), torch.arange(4))
     assert not ours[1][:3].isfinite().any() and ours[1][3].isfinite()
 
-logits = torch.full((600, 3 * head.BLOCK), -200.0)  # but a few tokens of which have a probability, a block without any between them
-some = torch.tensor([3, 700, 2 * head.BLOCK + 5, 3 * head.BLOCK - 1])
+logits = torch.full((600, 3 * model.BLOCK), -200.0)  # but a few tokens of which have a probability, a block without any between them
+some = torch.tensor([3, 700, 2 * model.BLOCK + 5, 3 * model.BLOCK - 1])
 logits[:, some] = torch.tensor([0.0, 1.0, -3.0, 0.5])
 tokens, logprobs = both(logits, torch.ones(600), torch.arange(600), torch.zeros(600, dtype=torch.int64))[1]
 assert torch.isin(tokens, some).all() and len(tokens.unique()) == 4
@@ -138,7 +134,7 @@ def test_triton_kernels_compute_what_torch_does():
 
 @pytest.mark.parametrize("vocab", [1, 160, 4096, 151936, 2**29])
 def test_a_chunk_of_logits_has_rows_and_no_more_than_a_kernels_grid(vocab):
-    rows = head.rows_at_once(vocab)
+    rows = model.rows_at_once(vocab)
     assert 1 <= rows < 2**16 and (rows == 1 or rows * vocab <= 2**28)
 
 
@@ -151,14 +147,14 @@ def naive(hidden, weight, bias, targets, temperature, num_tokens):
 @pytest.mark.parametrize("vocab, num_tokens", [(160, 160), (160, 131), (5000, 4500)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_head_gives_log_probs_entropies_and_gradients(monkeypatch, vocab, num_tokens, bias):
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 3 * vocab)  # of 10 rows: three chunks and one left
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", 3 * vocab)  # of 10 rows: three chunks and one left
     torch.manual_seed(0)
     linear, hidden = torch.nn.Linear(24, vocab, bias=bias), torch.randn(1, 10, 24, requires_grad=True)
     plain, leaves = torch.nn.functional.linear, [hidden, *linear.parameters()]
     weights, targets = torch.randn(10, 2), torch.randint(0, num_tokens, (10,))
     expected = naive(hidden[0], linear.weight, linear.bias, targets, 0.7, num_tokens)
     expected_grads = torch.autograd.grad((expected * weights).sum(), leaves)
-    head.replace_head(linear, num_tokens, 0.7)
+    model.replace_head(linear, num_tokens, 0.7)
     linear.targets = targets
     out = linear(hidden)
     assert out.shape == (1, 10, 2) and F.linear is plain
@@ -170,7 +166,7 @@ def test_head_gives_log_probs_entropies_and_gradients(monkeypatch, vocab, num_to
 def test_older_sampler_of_vllm_stays_as_it_is():
     """That of its other model runner, for mixtures of experts and the like."""
     other = SimpleNamespace()
-    decoding.lean_sampler(other)
+    sampling.lean_sampler(other)
     assert type(other) is SimpleNamespace
 
 
@@ -232,7 +228,7 @@ def test_random_numbers_are_even_and_unrelated():
         uniform(seeds * 0 + 12345, positions),
         (uniform(seeds, positions) + uniform(seeds + 1, positions)) % 1,
     ):
-        assert 0 <= numbers.min() and numbers.max() < 1
+        assert numbers.min() >= 0 and numbers.max() < 1
         counts = np.histogram(numbers.numpy(), 16, (0, 1))[0]
         assert ((counts - 2500) ** 2 / 2500).sum() < 45, "15 degrees of freedom: one in 10,000"
 
@@ -298,9 +294,9 @@ def requests_1_and_2(prefilling=False):
 )
 def test_vllm_samples_what_is_cut_or_has_more_to_tell(monkeypatch, states, rows, ours):
     """Of requests 1 and 2, whatever the others ask for; and where rows are no requests."""
-    monkeypatch.setattr(decoding, "sample_tokens", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+    monkeypatch.setattr(sampling, "sample_tokens", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
     lean = TheirSampler(**states)
-    decoding.lean_sampler(lean)
+    sampling.lean_sampler(lean)
     lean.apply_staged_writes()
     if ours:
         with pytest.raises(ZeroDivisionError):
@@ -312,7 +308,7 @@ def test_vllm_samples_what_is_cut_or_has_more_to_tell(monkeypatch, states, rows,
 def test_lean_sampler_looks_at_a_request_when_it_comes():
     """vLLM's tables are copied in turns that have a new one, and no others; a place may be another request's later."""
     lean = TheirSampler()
-    decoding.lean_sampler(lean)
+    sampling.lean_sampler(lean)
     for _ in range(3):
         lean.apply_staged_writes()
     assert lean.copies == 1 and lean.tables[0].tolist() == [1.0] * 4
@@ -334,7 +330,7 @@ def test_lean_sampler_hands_back_what_vllms_would(monkeypatch, prefilling):
         theirs, "get_num_sampled_and_rejected", lambda ones, *args: calls.append(args) or (ones.zero_(), "rejected")
     )
     lean = TheirSampler()
-    decoding.lean_sampler(lean)
+    sampling.lean_sampler(lean)
     lean.apply_staged_writes()
     lean.tables = torch.tensor([9.0, 0.0, 0.7, 9.0]), torch.tensor([7, 8, 9, 10])
     torch.manual_seed(0)
@@ -402,14 +398,8 @@ def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, 
     monkeypatch.setitem(
         sys.modules, "vllm.v1.attention.backends.flash_attn", SimpleNamespace(FlashAttentionImpl=attention)
     )
-    monkeypatch.setitem(
-        sys.modules,
-        "kernels",
-        SimpleNamespace(
-            decode_attention=lambda *args: calls.append(args),
-            find_shared=lambda *args: plans.append(args) or (len(plans), "led", args[0]),
-        ),
-    )
+    monkeypatch.setattr(decoding, "decode_attention", lambda *args: calls.append(args))
+    monkeypatch.setattr(decoding, "find_shared", lambda *args: plans.append(args) or (len(plans), "led", args[0]))
     for _ in range(2):  # a second engine of the process finds it done
         decoding.use_decode_kernel()
     layer, output, query = attention(), torch.zeros(130, 16, 128), torch.ones(130, 16, 128)
@@ -445,6 +435,6 @@ def test_decode_kernel_serves_what_it_knows_and_nothing_else(monkeypatch, impl, 
 
 @pytest.mark.parametrize("most", [1, 5, 100, 256, 512, 700, 1024])
 def test_graphs_are_captured_up_to_the_largest_batch_and_close_enough(most):
-    sizes = decoding.capture_sizes(most)
+    sizes = capture_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     assert all(larger - smaller <= max(smaller / 2, 8) for smaller, larger in zip(sizes, sizes[1:])) and len(sizes) < 30

@@ -1,5 +1,7 @@
 """AdamW's moments on the CPU between two updates: the same run, bit for bit, and no memory held meanwhile."""
 
+import dataclasses
+
 import pytest
 import torch
 from conftest import flags, launch, read_metrics
@@ -20,7 +22,8 @@ def shards(actor):
 def steps(cfg, tokenizer, accelerator, engine):
     def run(between):
         torch.manual_seed(0)
-        actor = Actor(cfg.actor, accelerator, len(tokenizer), 1.0)
+        settings = dataclasses.replace(cfg.actor, optimizer_offload=True)
+        actor = Actor(settings, accelerator, len(tokenizer), 1.0)
         norms = []
         for step in range(3):
             between(actor)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_actor import LOSS
 
-from actor import collate_for, plan_of, share_logprobs
+from actor import collate_for, plan_micro_batches, share_logprobs, speed_up
 from batch import Task, Trajectory, collate
 from fast import attention
-from fast.attention import flash_attention
+from fast.attention import flash_attention, use_fast_attention
 from fast.prompts import pack_shared, prompt_groups, share
 from model import forward, load_model, padded_attention
 
@@ -68,6 +68,8 @@ def test_log_probs_entropies_and_gradients_are_those_of_prompts_of_their_own(tin
     trajectories, results = sessions(len(tokenizer)), []
     for shared in (None, share(trajectories)):
         model = load_model(str(tiny / "model"), torch.float32, len(tokenizer), 0.7)
+        if shared:
+            use_fast_attention(model, flash=False, kernels=False)
         logprobs, entropy = forward(model, dataclasses.replace(collate(trajectories), shared=shared))
         (logprobs * torch.cat([t.advantages for t in trajectories]) + entropy).sum().backward()
         results.append([logprobs, entropy, *(p.grad for p in model.parameters())])
@@ -114,19 +116,20 @@ def test_an_update_is_the_same_with_shared_prompts(actor, tokenizer):
     updates = []
     for on in (False, True):
         actor.cfg = dataclasses.replace(actor.cfg, share_prompts=on, ppo_max_token_len_per_gpu=24)
+        speed_up(actor.model, actor.cfg, actor.device)
         trajectories = sessions(len(tokenizer))
         actor.start_step()
         actor.optimizer.zero_grad()
-        sums = actor.backward(trajectories, LOSS, own := [])
+        update = actor.backward(trajectories, LOSS, keep_logprobs=True)
         updates.append(
             (
                 [p.grad.to_local().clone() for p in actor.model.parameters()],
-                sums["actor/entropy"][0],
-                share_logprobs(own, [len(t.tokens) for t in trajectories], "cpu"),
+                update.sums["actor/entropy"][0],
+                share_logprobs(update.computed, [len(t.tokens) for t in trajectories], "cpu"),
                 actor.score(trajectories),
             )
         )
-        assert len(plan_of(trajectories, actor.cfg, 24)[0]) == (2 if on else 3)
+        assert len(plan_micro_batches(trajectories, actor.cfg, 24)[0]) == (2 if on else 3)
         assert (collate_for(trajectories, actor.cfg, "cpu").shared is not None) == on
     for one, other in zip(*updates):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

@@ -203,7 +203,7 @@ class ToyActor(Actor):
         self.cfg, self.device = ActorConfig(ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=max_tokens), "cpu"
         self.model, self.optimizer = ToyModel(), SimpleNamespace(param_groups=[])
         self.accelerator = SimpleNamespace(backward=lambda loss: loss.backward())
-        self.moments, self.num_shards = SimpleNamespace(load=lambda: None), None  # it has no moments, and no shards
+        self.moments, self.num_shards = None, None
         self.recorder = None
         self.gradients = []  # of each mini-batch
 

@@ -1,4 +1,4 @@
-"""scheduler.py beside vLLM's own scheduler: the same tokens, log-probs and ends, request by request, in every order of events."""
+"""fast/scheduler.py beside vLLM's own scheduler: the same tokens, log-probs and ends, request by request, in every order of events."""
 
 import asyncio
 import itertools
@@ -15,8 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import ROOT, flags, launch_environment  # noqa: E402
 
-from fast import scheduler  # noqa: E402
-from fast.scheduler import OUTCOME, lean_scheduler  # noqa: E402
+from fast.cohort import Cohort  # noqa: E402
 
 VAL = type("Sampling", (), {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 
@@ -49,6 +48,7 @@ class Schedule:
 
 def play(engine, kind, sessions, few_blocks=None, few_seqs=None):
     """Replies of the sessions, with a scheduler of this kind; the tokens of each step, and the most preemptions of a request."""
+    engine.past_front_end = kind is not stock()  # a request's one output, when it ends, is ours alone
     with Schedule(engine, kind) as schedules:
         preempted, steps = [0], []
         if few_seqs:
@@ -167,6 +167,8 @@ def ahead(engine, kind, seed: int, few_blocks: int):
     from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
+    from fast.scheduler import OUTCOME
+
     with Schedule(engine, kind, asynchronous=True) as schedules:
         rng, pool, hasher = (
             random.Random(seed),
@@ -265,7 +267,7 @@ def main(tiny: str, out: str) -> None:
     """Play every case with vLLM's scheduler and with ours, on an engine whose sequences are longer than the KV cache's blocks of 128 tokens."""
     from actor import Actor
     from config import load_config
-    from engine import Engine
+    from fast.engine import LeanEngine
     from fsdp import make_accelerator
     from policy import load_tokenizer
     from sync_weights import sync_weights
@@ -284,7 +286,9 @@ def main(tiny: str, out: str) -> None:
         ]
     )
     tokenizer, accelerator = load_tokenizer(cfg.actor.path), make_accelerator(cfg.actor)
-    engine = Engine(cfg, tokenizer)
+    engine = LeanEngine(cfg, tokenizer)
+    from fast.scheduler import lean_scheduler
+
     sync_weights(Actor(cfg.actor, accelerator, len(tokenizer), 1.0), engine, cfg.sync, [])
     played, kinds, own_stops = {}, {"vLLM's": stock(), "ours": lean_scheduler(False)}, engine.stop_token_ids
     short = kinds["ours"].short = []
@@ -308,7 +312,7 @@ def main(tiny: str, out: str) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     for seed, few_blocks in itertools.product(range(8), (200, 60, 12)):
-        scheduler.AHEAD = 1 + 3 * (seed % 2)
+        Cohort.AHEAD = 1 + 3 * (seed % 2)
         for name, kind in {"vLLM's": AsyncScheduler, "ours": lean_scheduler(True)}.items():
             played[f"ahead {seed} {few_blocks}", name] = ahead(engine, kind, seed, few_blocks)
     engine.stop_token_ids = own_stops
@@ -378,7 +382,7 @@ def test_tokens_that_went_round_a_cohorts_ring_come_back_in_order():
         max_tokens=99,
         sampling_params=SimpleNamespace(eos_token_id=None, stop_token_ids=[]),
     )
-    cohort, given, known = scheduler.Cohort([request], every=4, longest=200), [], 0
+    cohort, given, known = Cohort([request], block_size=4, longest=200), [], 0
     for step in range(1, 100):
         cohort.tokens[0, cohort.done % cohort.width] = step
         cohort.done += 1
