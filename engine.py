@@ -250,6 +250,7 @@ class Engine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # it is of this request alone
         )
 
     def drive(self, sessions: list[Coroutine], stop: Callable[[], bool] = lambda: False) -> list:

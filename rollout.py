@@ -281,15 +281,10 @@ def check_groups(groups: list[Group], cfg: RolloutConfig) -> None:
         )
 
 
-def usable(groups: list[Group], cfg: RolloutConfig) -> list[list[Trajectory]]:
-    """The trajectories of the groups to train on, as cfg.failed_groups says."""
+def usable(groups: list[Group], cfg: RolloutConfig) -> list[Group]:
+    """The groups to train on, as cfg.failed_groups says."""
     at_least = 2 if cfg.failed_groups == "survivors" else cfg.n  # a group of one has nothing to be compared with
-    found = []
-    for group in groups:
-        num_sessions = len({t.session_id for t in group.trajectories})
-        if group.status == "finished" or num_sessions >= at_least:
-            found.append(group.trajectories)
-    return found
+    return [g for g in groups if g.status == "finished" or len({t.session_id for t in g.trajectories}) >= at_least]
 
 
 def sample(run, step: int) -> list[Trajectory]:
@@ -319,7 +314,7 @@ def sample(run, step: int) -> list[Trajectory]:
         seen += groups
         run.log.add(check_failures([t for group in seen for t in group.trajectories], cfg.reward))
         check_groups(seen, cfg.rollout)  # of the step: a refill of one prompt may fail
-        alive = usable(groups, cfg.rollout)
+        alive = [group.trajectories for group in usable(groups, cfg.rollout)]
         counts["lost"] += len(groups) - len(alive)
         for group in alive:
             kind = group_kind(group)

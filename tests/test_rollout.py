@@ -520,6 +520,7 @@ def test_sessions_are_the_same_by_vllms_front_end_and_past_it(cfg, awake, monkey
                 "add_request",
                 lambda *args, real=awake.llm.llm_engine.add_request: added.append(args) or real(*args),
             )
+            patch.setattr(awake, "past_front_end", past)
             with contextlib.nullcontext() if past else Schedule(awake, stock()):
                 result, core = awake.drive([session(seed) for seed in range(10, 40)]), awake.llm.llm_engine.engine_core
                 assert idle(awake)
@@ -609,18 +610,16 @@ def test_refill_of_one_prompt_may_fail(cfg, awake, monkeypatch):
             return [TASKS[2]] if size == 1 else TASKS
 
     use_agent(monkeypatch, fails_twice)
-    log = SimpleNamespace(
-        timer=lambda phase: contextlib.nullcontext(),
-        add=lambda metrics: logged.update(metrics),
-        failures=lambda name, groups: None,
-    )
+    log = SimpleNamespace(add=lambda metrics: logged.update(metrics), failures=lambda name, groups: None)
     logged: dict = {}
     with knobs(awake, failed_groups="refill"):
         whole, awake.cfg = (
             awake.cfg,
             dataclasses.replace(awake.cfg, data=dataclasses.replace(awake.cfg.data, train_batch_size=6)),
         )
-        trajectories = sample(awake.cfg, awake, Unscored(), Stream(), 0, log)
+        run = SimpleNamespace(cfg=awake.cfg, engine=awake, scorer=Unscored(), stream=Stream(), log=log)
+        run.actor = SimpleNamespace(device="cpu")
+        trajectories = sample(run, 0)
         awake.cfg = whole
     assert len(trajectories) == 24 and logged["rollout/gen_batches"] == 3 and logged["rollout/groups_lost"] == 2
 
