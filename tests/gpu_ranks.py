@@ -243,19 +243,19 @@ def trainer(argv: list[str]) -> None:
 
     import log
     import train
-    from config import load_config
     from host import rank
 
-    timer, times = log.Logger.timer, Counter()
+    begin = log.Logger.phase
+    times = Counter()
 
     def noting(self, phase):
         times[phase] += 1
         part = Path(argv[0]) / f".{os.environ['RANK']}"
         part.write_text(json.dumps({"phase": phase, "times": times[phase], "pid": os.getpid()}))
         os.replace(part, Path(argv[0]) / os.environ["RANK"])
-        return timer(self, phase)
+        begin(self, phase)
 
-    log.Logger.timer = noting
+    log.Logger.phase = noting
     rank.run(lambda: train.main(argv[1:]))
 
 

@@ -6,6 +6,7 @@ weights, optimizer and random states of the last checkpoint must be the same bit
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
@@ -27,9 +28,9 @@ import psutil
 ROOT, TESTS = Path(__file__).parent.parent, Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(ROOT)]
 
-from conftest import flags, launch_command, launch_environment, write_model
+from conftest import flags, launch_command, launch_environment, write_model  # noqa: E402
 
-from host.disk import newest
+from host.disk import newest  # noqa: E402
 
 STEPS = 8
 FLAGS = (
@@ -99,7 +100,7 @@ POINTS = {  # name: (function, killed before it, after it or halfway through, wh
     "resume: half of config.yaml": ("pathlib:Path.write_text", "half", "config.yaml"),
     "resume: half of metrics.jsonl": ("pathlib:Path.write_text", "half", "metrics.jsonl"),
     "resume: metrics.jsonl not replaced": ("os:replace", "before", "/metrics.jsonl"),
-    "half of hf's weights": ("export:write_weights", "half", ""),
+    "half of hf's weights": ("checkpoint:write_weights", "half", ""),
     "any moment": None,  # from outside: the call is the number of records, then up to a second more
 }
 
@@ -226,10 +227,8 @@ def kill_tree(root: psutil.Process) -> None:
     """All of them but this process."""
     for process in [root, *root.children(recursive=True)]:
         if process.pid != os.getpid():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its parent
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass  # it ended with its parent
 
 
 # In the process that watches

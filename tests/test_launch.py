@@ -62,13 +62,10 @@ def test_failure_of_one_rank_ends_both_with_its_traceback(tiny, tmp_path, place,
 def start(tiny, tmp_path, processes, *more, **kwargs):
     """A run that would take minutes, once it has done a step or two."""
     args = flags(tiny, "--log.default-local-dir", str(tmp_path), "--trainer.total-training-steps", "2000", *more)
-    process = subprocess.Popen(
-        launch_command(args, processes),
-        env=launch_environment(),
-        stdout=open(tmp_path / "out", "w"),
-        stderr=subprocess.STDOUT,
-        **kwargs,
-    )
+    with open(tmp_path / "out", "w") as out:
+        process = subprocess.Popen(
+            launch_command(args, processes), env=launch_environment(), stdout=out, stderr=subprocess.STDOUT, **kwargs
+        )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.time() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 1):

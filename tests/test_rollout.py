@@ -32,7 +32,10 @@ class Unscored:
         trajectory.score = 0.0
 
 
-def run(engine, tasks, step, sampling, scorer=Unscored()):
+UNSCORED = Unscored()
+
+
+def run(engine, tasks, step, sampling, scorer=UNSCORED):
     """The trajectories of a rollout, without its groups."""
     return [t for group in Rollout(engine, scorer, step, sampling).run(tasks) for t in group.trajectories]
 
@@ -152,7 +155,7 @@ def test_agent_of_two_turns_keeps_every_token(cfg, awake, monkeypatch):
     async def twice(task, policy, cfg):
         t = Trajectory(task)
         t.observe(policy.encode(task.messages))
-        for turn in range(2):
+        for _ in range(2):
             reply = await policy.generate(t.tokens, max_tokens=4)
             t.act(reply.tokens, reply.logprobs)
             t.observe([5, 6])
