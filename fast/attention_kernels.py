@@ -300,6 +300,15 @@ def keys_kernel(
     tl.store(dv + at, sum_v.to(dv.dtype.element_ty), mask=inside)
 
 
+def block_table(cu_own, cu_responses, cu_prompts, num_prompt_tokens: int, blocks: tuple[int, int], programs: int):
+    """table_kernel's table [2, programs, 8] for the queries' kernel and the keys'. blocks: tokens of a block of each."""
+    num_prompts = len(cu_prompts) - 1 if num_prompt_tokens else 0
+    table = torch.empty(2, programs, 8, dtype=torch.int32, device=cu_own.device)
+    prompts = cu_responses, cu_prompts, num_prompts, num_prompt_tokens
+    table_kernel[(programs, 2)](table, cu_own, len(cu_own) - 1, *prompts, *blocks, num_warps=1)
+    return table
+
+
 def flash_backward(
     grad,
     q,
@@ -323,30 +332,23 @@ def flash_backward(
     num_tokens, heads, size = q.shape
     kv_heads = k.size(1)
     group = heads // kv_heads
-    num_own = len(cu_own) - 1
-    num_prompts = len(cu_prompts) - 1 if num_prompt_tokens else 0
     tiles = tiles or TILES[size]
     m, n, warps, stages, registers = tiles["queries"]
     m_of_keys, n_of_keys, warps_of_keys, stages_of_keys = tiles["keys"]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     statistics = torch.empty(2, kv_heads, num_tokens, group, dtype=torch.float32, device=q.device)
-
-    block_of_queries, block_of_keys = m // group, n_of_keys
-    programs = num_tokens // block_of_queries + num_own
-    programs_of_keys = num_tokens // block_of_keys + num_own
-    most = max(programs, programs_of_keys)
-    table = torch.empty(2, most, 8, dtype=torch.int32, device=q.device)
-    prompts = cu_responses, cu_prompts, num_prompts, num_prompt_tokens
-    table_kernel[(most, 2)](table, cu_own, num_own, *prompts, block_of_queries, block_of_keys, num_warps=1)
+    blocks = m // group, n_of_keys
+    programs = [num_tokens // block + len(cu_own) - 1 for block in blocks]
+    table = block_table(cu_own, cu_responses, cu_prompts, num_prompt_tokens, blocks, max(programs))
 
     of_q, of_k, of_v, of_out, of_grad = (x.stride()[:2] for x in (q, k, v, out, grad))
     given = dq, statistics, table[0], q, k, v, out, grad, lse, *of_q, *of_k, *of_v, *of_out, *of_grad, lse.stride(0)
     shape = {"G": group, "D": size, "M": m, "N": n}
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
-    queries_kernel[(kv_heads, programs)](*given, num_tokens, scale, **shape, **options)
+    queries_kernel[(kv_heads, programs[0])](*given, num_tokens, scale, **shape, **options)
 
     given = dk, dv, statistics, table[1], q, k, v, grad, *of_q, *of_k, *of_v, *of_grad
     shape = {"G": group, "D": size, "M": m_of_keys, "N": n_of_keys}
     options = {"num_warps": warps_of_keys, "num_stages": stages_of_keys}
-    keys_kernel[(kv_heads, programs_of_keys)](*given, num_tokens, scale, **shape, **options)
+    keys_kernel[(kv_heads, programs[1])](*given, num_tokens, scale, **shape, **options)
     return dq, dk, dv
