@@ -29,9 +29,9 @@ def use_fast_attention(model, flash: bool, kernels: bool) -> None:
         from fast import kernels as triton_kernels
 
         KERNELS = triton_kernels
-    AttentionInterface.register("packed_flash", flash_packed_attention)
+    AttentionInterface.register("packed_fast", flash_packed_attention)
     AttentionInterface.register("packed_shared", shared_packed_attention)
-    model.set_attn_implementation("packed_flash" if flash else "packed_shared")
+    model.set_attn_implementation("packed_fast" if flash else "packed_shared")
 
 
 def shared_packed_attention(
