@@ -301,7 +301,7 @@ def keys_kernel(
 
 
 def block_table(cu_own, cu_responses, cu_prompts, num_prompt_tokens: int, blocks: tuple[int, int], programs: int):
-    """table_kernel's table [2, programs, 8] for the queries' kernel and the keys'. blocks: tokens of a block of each."""
+    """table_kernel's table [2, programs, 8] of the queries' kernel and the keys'. blocks: a block's tokens in each."""
     num_prompts = len(cu_prompts) - 1 if num_prompt_tokens else 0
     table = torch.empty(2, programs, 8, dtype=torch.int32, device=cu_own.device)
     prompts = cu_responses, cu_prompts, num_prompts, num_prompt_tokens
