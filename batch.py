@@ -56,9 +56,8 @@ class Trajectory:
     weight_version: int = -1  # optimizer state that sampled it: the number of training steps done
     num_turns: int = 0
     response: str = ""  # all after the prompt as text, without special tokens
-    answer: str = (
-        ""  # the policy's last turn as text: what rules judge, so that no tool's result is taken for an answer
-    )
+    # The policy's last turn as text: what rules judge, so that no tool's result is taken for an answer.
+    answer: str = ""
     score: float = math.nan  # NaN: could not be scored; not the same as 0
     baseline: float = 0.0  # the reward of a greedy session of the same prompt (remax)
     score_parts: dict[str, float] = field(default_factory=dict)

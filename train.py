@@ -130,14 +130,10 @@ def start(cfg: Config, engine: Engine | None = None) -> Run:
     if cfg.log.replay_steps or cfg.log.record_skipped:
         from look.replay import Recorder
 
-        actor.recorder = Recorder(cfg, tokenizer)
-        actor.recorder.was_bad = state.skipped > 0
+        actor.recorder = Recorder(cfg, tokenizer, was_bad=state.skipped > 0)
     if checkpoint:
         load(checkpoint, actor)
-    if stream and state.stream:
-        stream.load_state_dict(state.stream)
-    state.stream = stream.state_dict() if stream else None
-    state.kl_coef = cfg.algorithm.kl_coef if state.kl_coef is None else state.kl_coef
+    go_on(state, cfg, stream)
     state.wandb_id = log.wandb_id
     gc.collect()
     gc.freeze()  # what is there by now stays: collections need not look at it
@@ -147,6 +143,14 @@ def start(cfg: Config, engine: Engine | None = None) -> Run:
     return Run(
         cfg, tokenizer, engine, actor, reference, scorer, stream, val_tasks, probe, log, state, total_steps, saved_step
     )
+
+
+def go_on(state: RunState, cfg: Config, stream: TaskStream | None) -> None:
+    """Where the checkpoint stopped, in the data and with the KL's weight; from the start when it knows of neither."""
+    if stream and state.stream:
+        stream.load_state_dict(state.stream)
+    state.stream = stream.state_dict() if stream else None
+    state.kl_coef = cfg.algorithm.kl_coef if state.kl_coef is None else state.kl_coef
 
 
 def load_data(cfg: Config, tokenizer) -> tuple[list[Task], list[Task]]:

@@ -29,13 +29,13 @@ OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT
 class Recorder:
     """Writes what log.replay_steps and log.record_skipped ask for into replays/STEP. Actor.update calls it.
 
-    `was_bad` says whether the step before was skipped; who resumes a run sets it.
+    `was_bad` says whether the step before was skipped, also before a run that is resumed.
     """
 
-    def __init__(self, cfg, tokenizer):
+    def __init__(self, cfg, tokenizer, was_bad: bool = False):
         self.cfg = cfg
         self.tokenizer = tokenizer
-        self.was_bad = False
+        self.was_bad = was_bad
 
     def folder(self, step: int) -> Path:
         return self.cfg.run_dir / "replays" / f"{step:06d}"

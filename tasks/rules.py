@@ -18,7 +18,8 @@ from batch import Task, Trajectory
 
 # A number: blanks, bold and currency signs around its sign, thousands separators, an exponent.
 NUMBER = re.compile(
-    r"([-+]?)[\s*]*\\?[$€£]?\s*([-+]?)\s*(\d{1,3}(?:,\d{3})++(?!\d)(?:\.\d++)?+|\d++(?:\.\d++)?+(?:[eE][-+]?\d{1,3})?+|\.\d++)"
+    r"([-+]?)[\s*]*\\?[$€£]?\s*([-+]?)\s*"
+    r"(\d{1,3}(?:,\d{3})++(?!\d)(?:\.\d++)?+|\d++(?:\.\d++)?+(?:[eE][-+]?\d{1,3})?+|\.\d++)"
 )
 # What may follow a number that is only a part of something: 3/4, 3:30, 3^2, 3 * 2, 3 - 2, 1.000.000, 1,2, 3 1/2, 1 234.
 GOES_ON = re.compile(r"[.,]\d|\s*(?:[-+/:^*×x]|\\times|\\cdot)\s*\d|\s\d+/\d|\s\d{3}(?!\d)")
