@@ -1,11 +1,14 @@
 """What the documents say is there: their commands parse, their examples run, their files, links, knobs and error messages exist."""
 
+import ast
 import dataclasses
+import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +17,19 @@ from conftest import ROOT
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCS}
 ALL = "\n".join(TEXTS.values())
-CODE = "".join(path.read_text() for path in ROOT.glob("*.py"))
-CLIS = {
-    "show.py": [],
-    "docs/pictures.py": [],
-    "quickstart.py": [],
-    "bench.py": [],
-    "replay.py": [],
-    "checkpoint.py": ["export"],
-    "tests/gpu_ranks.py": [],
-}
-A_USERS = {"look.growth.json", "my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
+ROOMS = ("fast", "look", "tasks", "host")
+CODE = [path for folder in (".", *ROOMS) for path in sorted((ROOT / folder).glob("*.py"))]
+CLIS = [
+    "-m look",
+    "-m look.bench",
+    "-m look.replay",
+    "-m look.export",
+    "-m look.pictures",
+    "-m tasks.quickstart",
+    "-m tasks.chain_sum",
+    "tests/gpu_ranks.py",
+]
+A_USERS = {"growth.json", "my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
 A_RUNS = {"metrics.jsonl", "config.yaml", "generation_config.json"}
 
 
@@ -61,6 +66,19 @@ def commands(text: str) -> list[str]:
 COMMANDS = sorted({command for text in TEXTS.values() for command in commands(text)})
 
 
+def program(words: list[str]) -> tuple[str, list[str]]:
+    """What a command line of Python runs, `train.py` or `-m look.bench`, and the words that it is given."""
+    return (" ".join(words[:2]), words[2:]) if words[0] == "-m" else (words[0], words[1:])
+
+
+def file_of(program: str) -> Path:
+    """The file that a program's name stands for."""
+    if not program.startswith("-m "):
+        return ROOT / program
+    path = ROOT / program.removeprefix("-m ").replace(".", "/")
+    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
     """In a folder with the documents' own examples, as files, and the configs."""
@@ -91,9 +109,13 @@ def helps() -> dict[str, str]:
     """What every CLI's --help prints, but for train.py's, whose flags are the knobs; all at once, since most of their time is imports."""
     started = {
         name: subprocess.Popen(
-            [sys.executable, name, *verb, "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, *name.split(), "--help"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for name, verb in CLIS.items()
+        for name in CLIS
     }
     ended = {name: (*process.communicate(timeout=100), process.returncode) for name, process in started.items()}
     assert all(status == 0 for _, _, status in ended.values()), ended
@@ -101,12 +123,11 @@ def helps() -> dict[str, str]:
 
 
 def test_there_are_commands():
-    assert sum("train.py" in command for command in COMMANDS) >= 5 and any(
-        "bench.py" in command for command in COMMANDS
-    )
+    assert sum("train.py" in command for command in COMMANDS) >= 5
+    assert any("-m look.bench" in command for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"\b(train|bench)\.py --config", c)])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"(\btrain\.py|-m look\.bench) --config", c)])
 def test_command_that_trains_is_accepted(examples, monkeypatch, command):
     from accelerate.commands.launch import launch_command_parser
 
@@ -117,23 +138,24 @@ def test_command_that_trains_is_accepted(examples, monkeypatch, command):
     if words[0] == "accelerate":
         launched = launch_command_parser().parse_args(words[2:])
         monkeypatch.setenv("WORLD_SIZE", str(launched.num_processes or 1))
-        script, argv = launched.training_script, launched.training_script_args
+        script = f"-m {launched.training_script}" if launched.module else launched.training_script
+        argv = launched.training_script_args
     else:
-        script, argv = words[1], words[2:]
-    if script == "bench.py":
+        script, argv = program(words[1:])
+    if script == "-m look.bench":
         argv = bench.parse(argv)[1]
     cfg = load_config(argv)
-    assert script in ("train.py", "bench.py") and cfg.actor.path
+    assert script in ("train.py", "-m look.bench") and cfg.actor.path
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python")])
 def test_options_of_a_command_are_in_its_help(helps, command):
-    script, *words = shlex.split(command)[1:]
-    assert (ROOT / script).is_file()
+    script, words = program(shlex.split(command)[1:])
+    assert file_of(script).is_file(), script
     for word in words if script in helps else []:
         option = re.match(r"--[\w-]+", word)
         if option and not re.match(r"--\w+\.", word):  # those are knobs
-            assert option[0] in helps[script] or (script == "bench.py" and option[0] == "--config"), word
+            assert option[0] in helps[script] or (script == "-m look.bench" and option[0] == "--config"), word
         elif script.startswith("tests/") and word.isalpha():
             assert word in helps[script], word
 
@@ -144,8 +166,22 @@ def test_options_of_a_command_are_in_its_help(helps, command):
 def test_target_of_make(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for script in re.findall(r"[\w/]+\.py\b", done.stdout):
-        assert (ROOT / script).is_file(), script
+    modules = [name for name in re.findall(r"-m [\w.]+", done.stdout) if name.split()[1].split(".")[0] in ROOMS]
+    for script in re.findall(r"[\w/]+\.py\b", done.stdout) + modules:
+        assert file_of(script).is_file(), script
+
+
+OTHERS = [ROOT / "docs" / "runs" / "README.md", *sorted((ROOT / "configs").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("path", [*DOCS, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_that_a_text_names_exist(path):
+    """`look.bench`, and what stands in a module, as `host.lookup.may_change`."""
+    for folder, name, inside in re.findall(rf"(?<![\w./-])({'|'.join(ROOMS)})\.(\w+)(?:\.(\w+))?", path.read_text()):
+        if name not in ("py", "custom_path"):
+            module = ROOT / folder / f"{name}.py"
+            assert module.is_file(), f"{folder}.{name}"
+            assert not inside or re.search(rf"^(def |class )?{inside}\b", module.read_text(), re.M), f"{name}.{inside}"
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -185,9 +221,43 @@ def test_knobs_exist(name):
 
 
 def test_file_table_is_complete():
-    table = TEXTS["README.md"].partition("| file | what it does |")[2].partition("\n\n")[0]
-    rows = "".join(line.split("|")[1] for line in table.splitlines() if line)
-    assert sorted(re.findall(r"`(\w+\.py)`", rows)) == sorted(path.name for path in ROOT.glob("*.py"))
+    """The root's files in the first column, a folder's in the second, without their `.py`."""
+    table = TEXTS["README.md"].partition("| room | what it does |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    of_root = [name for first, _ in rows for name in re.findall(r"`(\w+\.py)`", first)]
+    assert sorted(of_root) == sorted(path.name for path in ROOT.glob("*.py"))
+    of_folders = {first.strip(" `/"): re.findall(r"`(\w+)`", second) for first, second in rows if "/`" in first}
+    assert {folder: sorted(names) for folder, names in of_folders.items()} == {
+        folder: sorted(path.stem for path in (ROOT / folder).glob("[a-z]*.py")) for folder in ROOMS
+    }
+
+
+def test_the_loop_is_shown_as_it_is():
+    """What stands under "The step" is train.py's function, to the letter."""
+    import train
+
+    section = TEXTS["README.md"].partition("\n## The step\n")[2].partition("\n## ")[0]
+    assert [body for language, body in fences(section) if language == "py"] == [inspect.getsource(train.train)]
+
+
+def test_what_plain_turns_off_is_in_the_table_of_troubleshooting():
+    """A row for each knob of fast/, with the knob's files."""
+    import fast
+    from config import PLAIN
+
+    section = TEXTS["troubleshooting.md"].partition("\n## A number is wrong\n")[2].partition("\n## ")[0]
+    said = {}
+    for row in section.splitlines():
+        if row.startswith("| `--"):
+            knob, files = row.split("|")[1:3]
+            group, name = re.search(r"--(\w+)\.no-([\w-]+)", knob).groups()
+            said[f"{group}.{name.replace('-', '_')}"] = set(re.findall(r"`fast/(\w+\.py)`", files))
+    there = {knob: set() for knob in PLAIN if knob.split(".")[0] in ("actor", "rollout", "sync")}
+    for file, knobs_of_file in re.findall(r"^ +(\w+\.py) +(.*)$", fast.__doc__, re.MULTILINE):
+        for knob in knobs_of_file.split(", "):
+            there[knob].add(file)
+    assert said == there
+    assert all(f"`{knob}`" in section for knob in PLAIN if knob not in said)
 
 
 def test_numbers_that_can_be_counted():
@@ -195,16 +265,18 @@ def test_numbers_that_can_be_counted():
     from reasoning_gym.factory import DATASETS
     from test_reward import ROWS
 
-    longest, shapes, families, bugs = (
+    files, longest, shapes, families, bugs = (
         int(re.search(pattern, ALL)[1])
         for pattern in (
+            r"in (\d+) flat Python files",
             r"none longer than (\d+) lines",
             r"table of (\d+) real answer",
             r"the (\d+) task\sfamilies",
             r"puts (\d+) bugs",
         )
     )
-    assert max(len(path.read_text().splitlines()) for path in ROOT.glob("*.py")) <= longest
+    assert files == len(list(ROOT.glob("*.py")))
+    assert max(len(path.read_text().splitlines()) for path in CODE) <= longest
     assert (shapes, families, bugs) == (len(ROWS), len(set(DATASETS) - {"composite"}), len(mutate.BUGS))
 
 
@@ -226,12 +298,6 @@ def test_every_seeded_bug_can_be_put_in():
     assert [what for what, (file, test) in named.items() if f"def {test.partition('[')[0]}(" not in tests[file]] == []
 
 
-def test_lines_of_a_step_are_counted():
-    names, said = re.search(r"Lockstep: ([a-z_ ]+) = ([\d,]+)\.", TEXTS["compared.md"]).groups()
-    lines = sum(len((ROOT / f"{name}.py").read_text().splitlines()) for name in names.split())
-    assert f"{lines:,}" == said and f"| {len(names.split())} files, {said} lines |" in TEXTS["README.md"]
-
-
 def test_curves_end_where_the_readme_says():
     import json
 
@@ -248,17 +314,39 @@ def test_curves_end_where_the_readme_says():
 
 
 def test_messages_to_look_up_are_those_of_the_code():
-    """`...` stands for what differs; the rest has to stand in a file's text as it is."""
+    """`...` stands for what differs; the rest has to stand in a text of the code as it is."""
     messages = [
         row.split("`")[1]
         for row in TEXTS["troubleshooting.md"].splitlines()
         if row.startswith("| `") and " " in row.split("`")[1]
     ]
     assert len(messages) > 20
-    plain = re.sub(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", "\0", CODE)
+    said = "\n".join(text for path in CODE for text in texts(ast.parse(path.read_text())))
     for message in messages:
         for part in re.split(r"\s*\.\.\.\s*", message):
-            assert part in plain, f"{part!r} of {message!r}"
+            assert part in said, f"{part!r} of {message!r}"
+
+
+def texts(tree: ast.AST) -> list[str]:
+    """Every string of the code, joined where it goes over several lines; an f-string's values are left out."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_changelog_says_where_files_went():
+    """A path in the second column is there."""
+    table = (ROOT / "CHANGELOG.md").read_text().partition("| old | new |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 44
+    for old, new in rows:
+        places = re.findall(r"`([\w/]+\.(?:py|html))`", new)
+        assert places or "unchanged" in new, old
+        assert [place for place in places if not (ROOT / place).is_file()] == [], old
 
 
 # The examples
@@ -271,10 +359,10 @@ def test_things_to_change_can_be_changed():
     from fakes import make_trajectory
 
     [body] = [body for language, body in fences(TEXTS["README.md"]) if language == "python"]
-    parts = re.split(r"^# (\w+)\.py +(\w+)\[\"(\w+)\"\].*\n", body, flags=re.MULTILINE)[1:]
+    parts = re.split(r"^# ([\w/]+)\.py +(\w+)\[\"(\w+)\"\].*\n", body, flags=re.MULTILINE)[1:]
     made = {}
     for file, table, name, code in zip(*(parts[i::4] for i in range(4))):
-        module = importlib.import_module(file)
+        module = importlib.import_module(file.replace("/", "."))
         assert isinstance(getattr(module, table), dict)
         scope = dict(vars(module))
         exec(code, scope)
