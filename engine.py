@@ -7,6 +7,7 @@ that overrides how requests enter, steps are taken, weights are loaded and sleep
 
 import asyncio
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -50,6 +51,7 @@ def version_of(vllm) -> tuple[int, ...]:
     return tuple(int(x) for x in vllm.__version__.split("+")[0].split(".")[:2])
 
 
+@functools.cache
 def mend_cpu_build() -> None:
     """On the CPU vLLM packs weights so that no new ones reach them, and names shared memory alike in all runs."""
     import vllm.model_executor.layers.utils as layers

@@ -117,6 +117,7 @@ class Group:
 
     task: Task
     index: int  # place in the step
+    uid: str = ""
     status: str = "pending"
     trajectories: list[Trajectory] = field(
         default_factory=list
@@ -155,6 +156,7 @@ class Rollout:
         encoded: dict = {}  # what the sessions of a prompt encode once
         split = "train" if self.sampling is cfg.rollout else "val"
         key = cfg.trainer.seed, split, self.step, group.index
+        group.uid = prompt_uid(*key)
         jobs = [
             asyncio.ensure_future(self.run_session(group, session_id, key, encoded))
             for session_id in range(self.sampling.n)
@@ -202,9 +204,8 @@ class Rollout:
             if cfg.rollout.failed_groups == "raise":
                 raise RuntimeError(f"a session failed, and rollout.failed_groups=raise:\n{why}") from None
             return why
-        uid = prompt_uid(*key)
         for index, t in enumerate(trajectories):
-            t.uid = uid
+            t.uid = group.uid
             t.session_id = session_id
             t.index = index
             t.weight_version = self.engine.weight_version

@@ -125,9 +125,10 @@ def bit_sum(*tensors: torch.Tensor) -> torch.Tensor:
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         integers = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
-        parts.extend(integers.split(SUMMED_AT_ONCE))
+        # A small model has hundreds of small tensors: no call of torch for what is there already.
+        parts.extend(integers.split(SUMMED_AT_ONCE) if integers.numel() > SUMMED_AT_ONCE else [integers])
     sums = [add_up(batch) for batch in batches(parts, torch.Tensor.numel)]
-    return torch.stack(sums).sum()
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def add_up(parts: list[torch.Tensor]) -> torch.Tensor:

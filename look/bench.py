@@ -170,7 +170,8 @@ class Work:
 
     def flops(self, phase: str) -> float:
         """A backward is two forwards. Activations that gradient checkpointing computes again are no necessary work."""
-        forwards = {"old_log_prob": 1, "ref": 1, "update_actor": 3 * self.cfg.actor.ppo_epochs}.get(phase, 0)
+        scores = int(self.cfg.old_logprobs_from == "actor")  # else the phase only masks
+        forwards = {"old_log_prob": scores, "ref": 1, "update_actor": 3 * self.cfg.actor.ppo_epochs}.get(phase, 0)
         return forwards * (self.products + self.attention) / self.world_size
 
     def bytes_moved(self, phase: str) -> float:
@@ -197,12 +198,14 @@ class Work:
 
 
 def measure(records: list[dict], work: Work, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """{phase: figures} over the measured steps, the longest phase first.
+    """{phase: figures} over the measured steps, the longest phase first; without those that most steps do not record,
+    since they take under a millisecond or are not due.
 
     Rates are a GPU's; a floor is the time that the phase's work takes at the rates given on the command line.
     """
     step = statistics.median(record["timing_s/step"] for record in records)
     names = {name for record in records for name in record if name.startswith("timing_s/")}
+    names = {name for name in names if sum(name in record for record in records) > len(records) / 2}
     longest_first = sorted(names, key=lambda name: -max(record.get(name, 0.0) for record in records))
     order = [name.removeprefix("timing_s/") for name in longest_first]
     phases = {phase: measure_phase(phase, step, records, work, args) for phase in order}

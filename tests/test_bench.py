@@ -24,6 +24,7 @@ RATES = Namespace(peak_tflops=989.0, matmul_tflops=790.0, bandwidth_tbs=4.3)
 def work_of(shape, folder, seqs=512, prompt=128, response=512, ranks=1, max_num_seqs=512, tensor_parallel=1):
     bench.make_config(shape).save_pretrained(folder)
     cfg = Namespace(
+        old_logprobs_from="actor",
         actor=Namespace(path=str(folder), dtype="bfloat16", ppo_epochs=1),
         rollout=Namespace(max_num_seqs=max_num_seqs, tensor_model_parallel_size=tensor_parallel),
     )
@@ -60,6 +61,8 @@ def test_floors_of_the_fixed_workload(tmp_path):
         and work.flops("update_actor") == 3 * one_forward
         and work.flops("reward") == 0
     )
+    work.cfg.old_logprobs_from = "update"
+    assert work.flops("old_log_prob") == 0, "the phase only masks"
     two = work_of("qwen3-0.6b", tmp_path, ranks=2)
     assert two.flops("update_actor") == 1.5 * one_forward
     assert (
