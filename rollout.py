@@ -117,12 +117,12 @@ class Group:
 
     task: Task
     index: int  # place in the step
-    uid: str = ""
     status: str = "pending"
     trajectories: list[Trajectory] = field(
         default_factory=list
     )  # of sessions that ended well, in the order of their ids
     errors: list[str] = field(default_factory=list)  # of the others, as tracebacks
+    uid: str = ""  # of the prompt in this step
 
 
 @dataclass
