@@ -127,14 +127,11 @@ def bit_sum(*tensors: torch.Tensor) -> torch.Tensor:
         integers = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
         # A small model has hundreds of small tensors: no call of torch for what is there already.
         parts.extend(integers.split(SUMMED_AT_ONCE) if integers.numel() > SUMMED_AT_ONCE else [integers])
-    sums = [add_up(batch) for batch in batches(parts, torch.Tensor.numel)]
+    sums = []
+    for batch in batches(parts, torch.Tensor.numel):
+        together = batch[0] if len(batch) == 1 else torch.cat(batch)
+        sums.append(together.sum(dtype=torch.int64))
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-
-
-def add_up(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of all elements of integer tensors, in int64."""
-    together = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return together.sum(dtype=torch.int64)
 
 
 def check_coverage(engine: Engine, loaded: set[str], ledger: Ledger, actor: Actor) -> None:

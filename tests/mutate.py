@@ -833,6 +833,20 @@ BUGS = [
         "test_replay.py::test_steps_whose_gradient_is_not_finite[inf-1]",
     ),
     Bug(
+        "a step that samples goes on when told to stop",
+        "rollout.py",
+        "rollout = Rollout(run.engine, run.scorer, step, cfg.rollout, told)",
+        "rollout = Rollout(run.engine, run.scorer, step, cfg.rollout)",
+        "test_launch.py::test_a_step_that_samples_is_given_up_and_the_last_one_saved",
+    ),
+    Bug(
+        "plain: a speed-up stays on",
+        "config.py",
+        '"rollout.lean_scheduler": False,\n',
+        "",
+        "test_plain.py::test_two_plain_steps_run_without_the_folders_and_export_a_model",
+    ),
+    Bug(
         "skipped steps add up over good ones",
         "train.py",
         "state.skipped + 1 if bad else 0",
@@ -856,8 +870,8 @@ BUGS = [
     Bug(
         "sum of bits over the first part only",
         "sync_weights.py",
-        "batches(parts, torch.Tensor.numel)]",
-        "[parts[:1]]]",
+        "in batches(parts, torch.Tensor.numel):",
+        "in [parts[:1]]:",
         "test_sync_weights.py::test_sum_of_bits_is_of_the_whole_tensor",
     ),
     Bug(
