@@ -153,7 +153,8 @@ def told() -> bool:
 
 def told_to_stop(device: torch.device) -> bool:
     """Whether any rank was told to stop. A collective."""
+    if dist.get_world_size() == 1:
+        return stop.is_set()
     flag = torch.tensor(float(stop.is_set()), device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
