@@ -1,5 +1,4 @@
-"""Save and resume a run, keep its best checkpoint, export its weights. (Of a checkpoint: `python -m look.export RUN
-OUT`.)
+"""Save and resume a run, keep its best checkpoint, and export a model. (Of a checkpoint: python -m look.export RUN OUT)
 
 A checkpoint is written to a temporary folder, its manifest last, renamed, and named by `latest`: a kill at any moment,
 or a full disk, leaves the last complete one usable, and one that is not complete is never loaded. Its weights and

@@ -1,5 +1,4 @@
-"""The in-process vLLM engine: it drives coroutines that generate, sleeps while the actor trains, and wakes to new
-weights.
+"""The in-process vLLM: it drives coroutines that generate, sleeps while the actor trains, wakes to new weights.
 
 One plain way through vLLM, whose private names that it needs are in the shim below. fast/engine.py has a subclass
 that overrides how requests enter, steps are taken, weights are loaded and sleep is done.
