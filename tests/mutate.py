@@ -862,9 +862,9 @@ BUGS = [
     ),
     Bug(
         "SIGTERM forgotten",
-        "train.py",
-        "stops = told_to_stop(run.actor.device)",
-        "stops = False",
+        "host/rank.py",
+        "            seen.add(number)\n            stop.set()\n",
+        "            seen.add(number)\n",
         "test_launch.py::test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there",
     ),
     Bug(
