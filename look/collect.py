@@ -4,9 +4,9 @@ Writes OUT.jsonl, a line for each seed and step, and OUT.yaml: the runs' commit 
 configs/smollm2_arith.yaml does.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,4 +81,8 @@ def main(runs: list[Path], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(run) for run in sys.argv[1:-1]], Path(sys.argv[-1]))
+    parser = argparse.ArgumentParser(prog="python -m look.collect", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the two files to write, without their ending")
+    args = parser.parse_args()
+    main(args.runs, args.out)

@@ -5,8 +5,8 @@ workload and by its loop, with another number of prompts and tokens for each ste
 the ones before it warm up.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -96,4 +96,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    rank.run(lambda: run(sys.argv[1], sys.argv[2:]))
+    parser = argparse.ArgumentParser(prog="python -m look.growth", description=__doc__, allow_abbrev=False)
+    parser.add_argument("out", metavar="OUT.json", help="the file to write; what follows are flags of train.py")
+    args, flags = parser.parse_known_args()
+    rank.run(lambda: run(args.out, flags))

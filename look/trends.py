@@ -36,7 +36,7 @@ def reward_flat(records: list[dict]) -> str | None:
 def validation_worse(records: list[dict]) -> str | None:
     for name in sorted({name for record in records for name in record if is_validation(name)}):
         values, errors = column(records, name), column(records, f"{name}/stderr")
-        if errors and values[0] - values[-1] > NOISE * errors[-1]:
+        if values and errors and values[0] - values[-1] > NOISE * errors[-1]:
             return (
                 f"{name} ended at {values[-1]:.3g}, below the {values[0]:.3g} that it began with: "
                 "an earlier checkpoint is better"

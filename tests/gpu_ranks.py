@@ -477,7 +477,7 @@ CHECKS = {
 
 
 class Setup:
-    """The dummy model of bench.py and the flags of a small run on it."""
+    """The dummy model of look.bench and the flags of a small run on it."""
 
     def __init__(self, args):
         from look import bench
@@ -553,7 +553,7 @@ def main() -> int:
     parser.add_argument("checks", nargs="+", choices=CHECKS)
     parser.add_argument("--out", required=True)
     parser.add_argument("--small", action="store_true", help="the tiny model, for gloo on the CPU")
-    parser.add_argument("--dummy", default="smollm2-135m", help="shape of the model on GPUs: one of bench.py's")
+    parser.add_argument("--dummy", default="smollm2-135m", help="shape of the model on GPUs: one of look.bench's")
     args = parser.parse_args()
     setup, failed = Setup(args), 0
     for check in args.checks:

@@ -618,3 +618,9 @@ def test_run_whose_rewards_raise_and_whose_agent_fails(tiny, tmp_path):
     assert f"{sum(e > 0 for e in errors)} of 4: " in said and "of the rewards raised and were left out" in said
     assert f"{sum(n > 0 for n in lost)} of 4: " in said and "of the groups lost a session" in said
     assert "sessions of the validation failed or could not be scored, and count as wrong" in said
+
+
+def test_a_validation_without_a_number_is_no_finding():
+    """Only nulls, as of sessions that all failed, beside a standard error that is a number."""
+    records = [{"step": step, "val/sums/mean@1": None, "val/sums/mean@1/stderr": 0.1} for step in range(3)]
+    assert not any("validation" in line and "ended at" in line for line in diagnose(records, {}))
