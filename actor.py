@@ -1,4 +1,4 @@
-"""The policy and the reference: models under FSDP2 that score trajectories, and the policy's optimizer steps.
+"""The policy and the reference: models under FSDP2 that score trajectories, and AdamW's steps of the policy.
 
 `Actor.score` gives log-probs without gradient, `Actor.update` takes a step's optimizer steps, `Actor.weights` streams
 the weights for vLLM. How one log-prob is computed stands in model.py, how the ranks share a model in fsdp.py.

@@ -1,4 +1,4 @@
-"""Groups of sessions: a step's prompts, their sessions in one continuously batched loop, with deadlines and scores."""
+"""Groups of sessions: a step's prompts sampled in one continuously batched loop, scored; and which groups are kept."""
 
 import asyncio
 import math
