@@ -123,11 +123,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_a_step_that_samples_is_given_up_and_the_last_one_saved(tiny, tmp_path):
+@pytest.mark.parametrize("engine_ranks", ["1", "2"])
+def test_a_step_that_samples_is_given_up_and_the_last_one_saved(tiny, tmp_path, engine_ranks):
     """Weights change in the update alone: nothing is lost but the sampling, and the rows of the step come again."""
     (tmp_path / "slow.py").write_text(SLOW.format(slow=str(tmp_path / "now")))
     reward = ["--reward.custom-path", str(tmp_path / "slow.py"), "--reward.num-workers", "1"]
-    process, metrics = start(tiny, tmp_path, 2, *reward, "--rollout.session-timeout-s", "600")
+    shared = ["--rollout.tensor-model-parallel-size", engine_ranks]
+    process, metrics = start(tiny, tmp_path, 2, *reward, *shared, "--rollout.session-timeout-s", "600")
     (tmp_path / "now").touch()
     time.sleep(2)  # the step that goes on has ended, and the next one waits for its rewards: 32 of 9 s, one at a time
     steps, told = len(read_metrics(tmp_path / "run")), time.time()
