@@ -23,7 +23,7 @@ import torch.distributed as dist
 from actor import Actor
 from batch import gather
 from host.console import say
-from host.disk import damage, name_again, newest, write_durably, write_manifest
+from host.disk import code_version, damage, name_again, newest, write_durably, write_manifest
 from host.lookup import check_bounds
 
 ATTEMPTS = 3
@@ -241,7 +241,7 @@ def publish(temporary: Path, final: Path, actor: Actor, stored: dict, tokenizer)
     """State and manifest into the temporary folder; everything onto the disk; then its name, and `latest`."""
     if tokenizer:
         write_settings(temporary / "hf", actor.accelerator.unwrap_model(actor.model), tokenizer, actor.cfg.dtype)
-    (temporary / "state.json").write_text(json.dumps(stored))
+    (temporary / "state.json").write_text(json.dumps({"code": code_version()} | stored))
     write_manifest(temporary)
     replaced = temporary.with_suffix(".old")
     if final.exists():

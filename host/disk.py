@@ -17,6 +17,7 @@ from typing import Any
 
 from host.console import say
 
+VERSION = "0.1.0"  # the newest of CHANGELOG.md
 # Files up to this size are hashed, at 1.4 GB/s. Of larger ones, which are flushed before the manifest is written, the
 # size must do.
 HASHED_BYTES = 64 * 2**20
@@ -157,6 +158,11 @@ def keep_lines_before(path: Path, step: int) -> list[dict]:
     records = [record for _, record in whole_lines(path) if record["step"] < step]
     write_durably(path, "".join(to_json(record) + "\n" for record in records))
     return records
+
+
+def code_version() -> str:
+    """Lockstep's version and commit, as configurations and checkpoints say it."""
+    return f"Lockstep {VERSION}, commit {git_commit()}"
 
 
 def git_commit() -> str:

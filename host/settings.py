@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from host.disk import git_commit
+from host.disk import code_version
 from host.lookup import nearest
 
 
@@ -67,4 +67,4 @@ def to_yaml(cfg) -> str:
         group: {knob: list(value) if isinstance(value, tuple) else value for knob, value in knobs.items()}
         for group, knobs in dataclasses.asdict(cfg).items()
     }
-    return f"# commit {git_commit()}\n" + yaml.safe_dump(plain, sort_keys=False)
+    return f"# {code_version()}\n" + yaml.safe_dump(plain, sort_keys=False)

@@ -181,5 +181,5 @@ def read_config(path: Path) -> dict:
         raise ValueError(
             f"{path} is no run's configuration, {{group: {{knob: value}}}}: {' '.join(str(error).split())}"
         ) from error
-    commit = re.match(r"# commit (.+)", text)
+    commit = re.match(r"# (?:Lockstep \S+, )?commit (.+)", text)
     return {"commit": commit[1] if commit else None, "config": text, "knobs": values}
