@@ -1,4 +1,4 @@
-# make quickstart | tool-agent | lint | test | prove | mutate: each installs what it needs into .venv first.
+# make quickstart | tool-agent | lint | test | test-slow | long | prove | mutate: each installs what it needs into .venv first.
 PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -1)
 BIN := .venv/bin
@@ -11,7 +11,7 @@ REQUIREMENTS := requirements-cpu.txt
 PYTHON := $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 endif
 
-.PHONY: quickstart tool-agent lint test prove mutate install
+.PHONY: quickstart tool-agent lint test test-slow long prove mutate install dev
 
 quickstart: install
 	$(BIN)/python -m tasks.quickstart
@@ -21,19 +21,30 @@ tool-agent: install
 	$(BIN)/python -m tasks.quickstart --tools
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch train.py --config configs/tool_agent.yaml
 
-lint: install .venv/requirements-dev.txt
+lint: dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-prove: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_proofs.py tests/test_loss.py tests/test_advantage.py
+# By file where files share a vLLM; the rest of pytest is mostly processes of their own.
+test: dev
+	$(PYTEST) -n 2 --dist loadfile -m "not slow"
 
-mutate: install
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutate.py
+test-slow: dev
+	$(PYTEST) -n 2 --dist loadfile -m slow
+
+# By hand, before a release and when their subject changes: an hour and a half on two cores. gpu_ranks.py wants GPUs.
+long: mutate
+	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/kill_resume.py --kills 20
+	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/long_run.py
+
+prove: dev
+	$(PYTEST) tests/test_proofs.py tests/test_loss.py tests/test_advantage.py
+
+mutate: dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/mutate.py
 
 install: .venv/$(REQUIREMENTS)
 
@@ -50,6 +61,8 @@ else
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 endif
 	cp $(REQUIREMENTS) $@
+
+dev: .venv/requirements-dev.txt
 
 .venv/requirements-dev.txt: requirements-dev.txt .venv/$(REQUIREMENTS)
 	$(BIN)/pip install -q -r requirements-dev.txt

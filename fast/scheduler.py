@@ -8,7 +8,7 @@ cache for room for every token. Here a step goes one of three ways, the first th
     the short loop   all requests decode: one loop, which asks for a block when one is full
     vLLM's own       everything else: prompts, preemption, requests that wait
 
-A request makes its one output when it ends. What is sampled is the same, token for token (tests/test_scheduler.py), and
+A request makes its one output when it ends. What is sampled is the same, token for token (tests/engine/test_scheduler.py), and
 so is what is scheduled while there are blocks; where they run out, whom vLLM preempts and how much of a later prompt is
 still in the prefix cache may differ.
 

@@ -1,12 +1,15 @@
 """A tiny random model and a little data, made once; one process group and one vLLM for the tests that run in this process."""
 
 import contextlib
+import io
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +17,32 @@ ROOT = Path(__file__).parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 with contextlib.suppress(ValueError):  # not the main thread
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would tests
+
+
+def slow(*values):
+    """A case of a parametrized test that is left to `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def pairwise(*axes: list) -> list:
+    """All combinations, as a parametrized test's cases: enough of them for every pair of values of two axes, the others slow."""
+    missing = {
+        frozenset({(i, a), (j, b)})
+        for (i, of_i), (j, of_j) in itertools.combinations(enumerate(axes), 2)
+        for a in range(len(of_i))
+        for b in range(len(of_j))
+    }
+    pairs = {
+        case: {frozenset(pair) for pair in itertools.combinations(enumerate(case), 2)}
+        for case in itertools.product(*(range(len(axis)) for axis in axes))
+    }
+    needed = set()
+    while missing:
+        best = max(pairs, key=lambda case: len(pairs[case] & missing))
+        needed.add(best)
+        missing -= pairs[best]
+    cases = {case: tuple(axis[place] for axis, place in zip(axes, case)) for case in pairs}
+    return [pytest.param(*values) if case in needed else slow(*values) for case, values in cases.items()]
 
 
 def write_model(folder: Path, **kwargs) -> Path:
@@ -167,3 +196,41 @@ def launch(
 
 def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+# Four steps of two updates, KL in loss and reward against an offloaded reference, a checkpoint after two.
+FOUR_STEPS = (
+    "--trainer.total-training-steps",
+    "4",
+    "--checkpoint.save-freq",
+    "2",
+    "--loss.use-kl-loss",
+    "--ref.param-offload",
+    "--algorithm.use-kl-in-reward",
+    "--algorithm.kl-ctrl-type",
+    "adaptive",
+    "--loss.rollout-is",
+    "token",
+    "--loss.entropy-coeff",
+    "0.01",
+    "--actor.shuffle",
+    "--trainer.test-freq",
+    "3",
+)
+
+
+def run_here(engine, args: list[str]) -> tuple[list[dict], str]:
+    """A run of train.py in this process, on the engine of the session: its metrics and its console."""
+    import train
+    from config import load_config
+
+    if engine.state == "awake":
+        engine.sleep()
+    cfg, said = load_config(args), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        run = train.start(cfg, engine)
+        train.train(run)
+        run.engine = SimpleNamespace(**{name: getattr(engine, name) for name in ("weight_version", "dtype", "sleep")})
+        run.engine.close = lambda: None  # the next run goes on with it
+        train.finish(run)
+    return read_metrics(cfg.run_dir / ("val-only" if cfg.trainer.val_only else "")), said.getvalue()

@@ -243,6 +243,7 @@ def one_process(tiny, tmp_path_factory):
     return work(1, "gradients", folder, tiny / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, fsdp_size, shard", [(2, 1, 128), (4, 2, 64)])
 def test_copies_that_share_the_weights_in_parts_give_one_processs_gradient(
     tiny, tmp_path, one_process, ranks, fsdp_size, shard
@@ -389,7 +390,9 @@ from torch._dynamo.utils import counters
 from batch import collate
 from fakes import make_trajectory
 from model import forward, load_model
-plain, compiled = (load_model({path!r}, torch.float32, 100, 0.7) for _ in range(2))
+kinds = torch.float64, torch.float32, torch.float32
+exact, plain, compiled = models = [load_model({path!r}, kind, 100, 0.7) for kind in kinds]
+exact.double()  # its weights too
 for layer in compiled.model.layers:  # as actor.speed_up does on a GPU
     layer.forward = torch.compile(layer.forward, dynamic=True)
 for lengths in [(3, 9), (5, 2, 7), (1, 20, 4, 4), (30,), (2, 2, 2, 2, 2)]:
@@ -398,17 +401,22 @@ for lengths in [(3, 9), (5, 2, 7), (1, 20, 4, 4), (30,), (2, 2, 2, 2, 2)]:
         t.tokens = [token % 90 for token in t.tokens]
     batch = collate(trajectories)
     grads = []
-    for model in (plain, compiled):
+    for model in models:
         logprobs, entropy = forward(model, batch)
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
         grads.append((logprobs.detach(), *(p.grad.clone() for p in model.parameters())))
         model.zero_grad()
-    for name, (a, b) in enumerate(zip(*grads)):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), (lengths, name, (a - b).abs().max())
+    # Sums in another order are as far from float64's as the plain ones are: some roundings of a float32, by whatever
+    # vector instructions. What differs by more computes something else.
+    for name, (true, a, b) in enumerate(zip(*grads)):
+        rounding = torch.finfo(torch.float32).eps * true.norm()
+        usual = max((a - true).norm(), 8 * rounding)
+        assert (b - true).norm() <= 4 * usual, (lengths, name, float((b - true).norm() / usual))
 print(counters["stats"]["unique_graphs"], len(counters["graph_break"]))
 """
 
 
+@pytest.mark.slow
 def test_compiled_layers_and_head_compute_the_same_in_one_graph_for_all_shapes(tiny, tmp_path):
     """In a process of its own: vLLM's CPU build needs compilation off."""
     script = COMPILED.format(root=str(ROOT), tests=str(ROOT / "tests"), path=str(tiny / "model"))

@@ -22,7 +22,7 @@ from batch import group_kind
 from loss import LossConfig, count_totals, reject_mismatched
 from rollout import set_baselines
 
-GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())["advantage"]
+GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text())["advantage"]
 CASES = list(GOLDEN["expected_at_last_valid_token"])
 NAN = math.nan
 # What is said below of groups holds for these.

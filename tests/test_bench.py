@@ -153,6 +153,7 @@ def run_bench(*args, processes=1):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_run_a_dummy_and_rank_0_prints_the_table(tmp_path):
     done = run_bench(
         "--dummy-weights",
@@ -208,6 +209,7 @@ def test_two_processes_run_a_dummy_and_rank_0_prints_the_table(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -234,6 +236,7 @@ rank.run(lambda: growth.run({out!r}, flags, [(4, 8, 2), (2, 16, 1)], "tiny"))
 """
 
 
+@pytest.mark.slow
 def test_growth_takes_the_last_step_of_each_point_from_one_run(tmp_path):
     script = GROWTH.format(root=str(ROOT), out=str(tmp_path / "growth.json"))
     done = subprocess.run(

@@ -449,6 +449,7 @@ def test_default_is_500_rows_from_seed_0():
     assert gym("leg_counting?size=5&seed=3")[0].messages == tasks[3].messages != tasks[0].messages
 
 
+@pytest.mark.slow
 def test_every_task_loads_and_is_the_same_in_every_process(tmp_path):
     """Several tasks look at the hash seed or at the global random state: ranks and restarts would train on different rows."""
     names = sorted(set(DATASETS) - {"composite"})

@@ -14,8 +14,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = {path.name: path.read_text() for path in DOCS}
+AROUND = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
+DOCS = [ROOT / "README.md", *AROUND, *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "forks" / "README.md"]
+TEXTS = {str(path.relative_to(ROOT)).removeprefix("docs/"): path.read_text() for path in DOCS}
 ALL = "\n".join(TEXTS.values())
 ROOMS = ("fast", "look", "tasks", "host")
 CODE = [path for folder in (".", *ROOMS) for path in sorted((ROOT / folder).glob("*.py"))]
@@ -27,9 +28,19 @@ CLIS = [
     "-m look.pictures",
     "-m tasks.quickstart",
     "-m tasks.chain_sum",
-    "tests/gpu_ranks.py",
+    "tests/tools/gpu_ranks.py",
 ]
-A_USERS = {"growth.json", "my.py", "mine.py", "file.py", "branches.py", "bracket.py"}
+A_USERS = {
+    "growth.json",
+    "my.py",
+    "mine.py",
+    "theirs.py",
+    "file.py",
+    "branches.py",
+    "bracket.py",
+    "train.parquet",
+    "test.parquet",
+}
 A_RUNS = {"metrics.jsonl", "config.yaml", "generation_config.json"}
 
 
@@ -43,8 +54,8 @@ def prose(text: str) -> str:
 
 
 def ticks(text: str) -> list[str]:
-    """What stands between backticks, but for verl's names: the first column of the table that translates them."""
-    before, _, table = prose(text).partition("| verl | Lockstep |\n")
+    """What stands between backticks, but for others' names: the first column of a table that translates them."""
+    before, _, table = re.sub("TRL (?=. Lockstep)", "verl ", prose(text)).partition("| verl | Lockstep |\n")
     return re.findall(r"`([^`\n]+)`", before + re.sub(r"^\|[^|]*\|", "|", table, flags=re.MULTILINE))
 
 
@@ -186,12 +197,12 @@ def test_modules_that_a_text_names_exist(path):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_links_and_files_exist(name):
-    folder = ROOT if name == "README.md" else ROOT / "docs"
+    folder = next(path for path in DOCS if path.read_text() == TEXTS[name]).parent
     for link in re.findall(r"\]\(([^)#]+)", TEXTS[name]):
         assert link.startswith("https://") or (folder / link).exists(), link
     for said in ticks(TEXTS[name]):
         for path in re.findall(r"(?<![\w./:*-])[\w./-]+\.(?:py|md|yaml|jsonl|json|txt)\b(?![\w.])", said):
-            assert path in A_USERS | A_RUNS or (ROOT / path).exists() or (ROOT / "tests" / path).exists(), path
+            assert path in A_USERS | A_RUNS or (ROOT / path).exists() or list((ROOT / "tests").rglob(path)), path
 
 
 def knobs() -> dict[str, type]:
@@ -222,7 +233,7 @@ def test_knobs_exist(name):
 
 def test_file_table_is_complete():
     """The root's files in the first column, a folder's in the second, without their `.py`."""
-    table = TEXTS["README.md"].partition("| room | what it does |")[2].partition("\n\n")[0]
+    table = TEXTS["CONTRIBUTING.md"].partition("| room | what it does |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     of_root = [name for first, _ in rows for name in re.findall(r"`(\w+\.py)`", first)]
     assert sorted(of_root) == sorted(path.name for path in ROOT.glob("*.py"))
@@ -265,8 +276,8 @@ def test_numbers_that_can_be_counted():
     from reasoning_gym.factory import DATASETS
     from test_reward import ROWS
 
-    files, longest, shapes, families, bugs = (
-        int(re.search(pattern, ALL)[1])
+    files, longest, shapes, families, *bugs = (
+        int(found)
         for pattern in (
             r"in (\d+) flat Python files",
             r"none longer than (\d+) lines",
@@ -274,16 +285,38 @@ def test_numbers_that_can_be_counted():
             r"the (\d+) task\sfamilies",
             r"puts (\d+) bugs",
         )
+        for found in sorted(set(re.findall(pattern, ALL)))
     )
     assert files == len(list(ROOT.glob("*.py")))
     assert max(len(path.read_text().splitlines()) for path in CODE) <= longest
-    assert (shapes, families, bugs) == (len(ROWS), len(set(DATASETS) - {"composite"}), len(mutate.BUGS))
+    assert (shapes, families, bugs) == (len(ROWS), len(set(DATASETS) - {"composite"}), [len(mutate.BUGS)])
+
+
+def test_readme_is_for_five_minutes():
+    """150 lines, of 100 columns but for code and tables."""
+    prose_lines = prose(TEXTS["README.md"]).splitlines()
+    assert len(TEXTS["README.md"].splitlines()) <= 150
+    assert [line for line in prose_lines if len(line) > 100 and not line.startswith("|")] == []
+
+
+def test_the_version_is_the_same_everywhere():
+    from host.disk import VERSION
+
+    newest = re.search(r"^## (\S+) ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    assert newest == cited == VERSION
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-cpu.txt", "requirements-dev.txt"])
+def test_every_requirement_has_a_version(name):
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    assert lines and [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+]+", line)] == []
 
 
 def test_diagnoses_are_counted():
     from look.doctor import DIAGNOSES, TRENDS
 
-    assert f"afterwards, {len(DIAGNOSES) + len(TRENDS)} of them" in TEXTS["README.md"]
+    assert f"afterwards, {len(DIAGNOSES) + len(TRENDS)} of them" in TEXTS["look.md"]
 
 
 def test_every_seeded_bug_can_be_put_in():
@@ -293,7 +326,7 @@ def test_every_seeded_bug_can_be_put_in():
     assert {
         bug.what: count for bug in mutate.BUGS if (count := (ROOT / bug.file).read_text().count(bug.old)) != 1
     } == {}
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = {bug.what: bug.test.split("::") for bug in mutate.BUGS}
     assert [what for what, (file, test) in named.items() if f"def {test.partition('[')[0]}(" not in tests[file]] == []
 
@@ -353,20 +386,24 @@ def test_changelog_says_where_files_went():
 
 
 def test_things_to_change_can_be_changed():
-    """Each function of "Change one thing", put into its file's dict as the comment above it says."""
+    """Each function of docs/change.md, put into its file's dict as the comment above it says; README has one of them."""
     import importlib
 
     from fakes import make_trajectory
 
-    [body] = [body for language, body in fences(TEXTS["README.md"]) if language == "python"]
-    parts = re.split(r"^# ([\w/]+)\.py +(\w+)\[\"(\w+)\"\].*\n", body, flags=re.MULTILINE)[1:]
-    made = {}
-    for file, table, name, code in zip(*(parts[i::4] for i in range(4))):
-        module = importlib.import_module(file.replace("/", "."))
-        assert isinstance(getattr(module, table), dict)
-        scope = dict(vars(module))
-        exec(code, scope)
-        made[name] = scope[name]
+    def functions(text: str) -> dict:
+        [body] = [body for language, body in fences(text) if language == "python"]
+        parts = re.split(r"^# ([\w/]+)\.py +(\w+)\[\"(\w+)\"\].*\n", body, flags=re.MULTILINE)[1:]
+        made = {}
+        for file, table, name, code in zip(*(parts[i::4] for i in range(4))):
+            module = importlib.import_module(file.replace("/", "."))
+            assert isinstance(getattr(module, table), dict)
+            scope = dict(vars(module))
+            exec(code, scope)
+            made[name] = scope[name]
+        return made
+
+    made, short = functions(TEXTS["change.md"]), functions(TEXTS["README.md"])
     assert list(made) == ["brevity", "centred", "reinforce", "letters", "twice"]
 
     from test_agent import CHATML, ScriptedEngine
@@ -380,7 +417,8 @@ def test_things_to_change_can_be_changed():
     assert score_and_parts(made["brevity"](task, t)) == (1.0, {"length": float(t.response_length)})
     scores, mask = torch.zeros(1, 2, 3, dtype=torch.float64), torch.ones(1, 2, 3, dtype=torch.bool)
     scores[0, 0, 2] = 1.0
-    assert made["centred"](scores, mask, None)[0, :, 0].tolist() == [0.5, -0.5]
+    for centred in (made["centred"], short["centred"]):
+        assert centred(scores, mask, None)[0, :, 0].tolist() == [0.5, -0.5]
     loss, metrics = made["reinforce"](torch.tensor([-1.0, -2.0]), None, torch.tensor([1.0, 3.0]), None, None, None)
     assert loss.tolist() == [1.0, 6.0] and metrics == {}
     assert function_schema(made["letters"])["function"]["parameters"]["properties"] == {

@@ -120,6 +120,7 @@ assert torch.isin(tokens, some).all() and len(tokens.unique()) == 4
 """
 
 
+@pytest.mark.slow
 def test_triton_kernels_compute_what_torch_does():
     """In a process of its own: the interpreter is chosen before Triton is imported."""
     done = subprocess.run(

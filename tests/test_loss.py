@@ -27,7 +27,7 @@ from loss import (
     rollout_mismatch,
 )
 
-GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
+GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text())
 POLICY = GOLDEN["policy_loss"]
 NAN, INF = math.nan, math.inf
 KL_TYPES = [kind + plus for kind in KL_ESTIMATORS for plus in ("", "+")]

@@ -759,6 +759,7 @@ def test_files_of_metrics_and_empty_runs(browser, pages, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_fifty_thousand_rollouts(browser, tmp_path):
     run, rng = tmp_path / "long", random.Random(0)
     write_lines(run / "metrics.jsonl", [metrics(step, 100) for step in range(101)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from conftest import pairwise
 from fakes import make_trajectory
 from test_loss import (
     GOLDEN,
@@ -141,9 +142,7 @@ def test_golden_leaves_nothing_out():
 # 2. The gradient does not depend on how a mini-batch is cut, or spread over ranks
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("mode", LOSSES)
+@pytest.mark.parametrize("mode, aggregation, correction", pairwise(list(LOSSES), AGGREGATIONS, CORRECTIONS))
 def test_the_gradient_does_not_depend_on_the_cut(mode, aggregation, correction):
     """1, 2, 5 or as many micro-batches as trajectories, token budgets that cut differently, rows: one loss, one
     gradient, one set of metrics.
@@ -306,9 +305,7 @@ def test_the_first_update_has_ratio_one(mode, aggregation):
 # 4. Observations
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("mode", LOSSES)
+@pytest.mark.parametrize("mode, correction, estimator", pairwise(list(LOSSES), CORRECTIONS, list(ESTIMATORS)))
 def test_observations_have_no_gradient(mode, correction, estimator):
     """From the scores on: whatever vLLM, actor and reference say about the tokens of a tool changes no advantage, no
     loss and no gradient, bitwise.
@@ -424,9 +421,9 @@ def test_finite_differences_agree_with_the_gradient_of_kl(kind):
     )
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("mode", ["vanilla", "sapo", "geo_mean"])
+@pytest.mark.parametrize(
+    "mode, aggregation, correction", pairwise(["vanilla", "sapo", "geo_mean"], AGGREGATIONS, CORRECTIONS)
+)
 def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(mode, aggregation, correction):
     """policy_loss with KL, entropy bonus and correction (its weights are constants), by the log-probs and by the
     entropy.
@@ -447,9 +444,9 @@ def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(mode, aggr
 # 6. Masked positions
 
 
-@pytest.mark.parametrize("fill", [NAN, INF, -INF])
-@pytest.mark.parametrize("kind", [None, "k1", "k2", "k3", "abs", "k3+"])
-@pytest.mark.parametrize("mode", LOSSES)
+@pytest.mark.parametrize(
+    "mode, kind, fill", pairwise(list(LOSSES), [None, "k1", "k2", "k3", "abs", "k3+"], [NAN, INF, -INF])
+)
 def test_what_masked_positions_hold_does_not_matter(mode, kind, fill):
     """NaN or inf where the mask is 0: loss, gradient and metrics are bitwise those of finite values. (0 * NaN is NaN:
     masking by multiplication fails here.)
@@ -482,9 +479,7 @@ def test_what_masked_positions_hold_does_not_matter(mode, kind, fill):
 # 7. One step
 
 
-@pytest.mark.parametrize("mode", LOSSES)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("mode, aggregation, correction", pairwise(list(LOSSES), AGGREGATIONS, CORRECTIONS))
 def test_one_step_raises_what_was_good_and_lowers_what_was_bad(mode, aggregation, correction):
     """The log-prob of every token of a positive advantage goes up, of a negative one down, an observation's stays."""
     good = make_trajectory(prompt=1, response=(1, 1), advantages=[1.5, 1.5])

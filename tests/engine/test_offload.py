@@ -66,6 +66,7 @@ def test_moments_are_really_away_and_come_back(steps):
     )
 
 
+@pytest.mark.slow
 def test_run_that_saves_and_resumes_with_its_moments_away(tiny, tmp_path):
     """The moments are back when a checkpoint is written, and those of a checkpoint go away too."""
     runs = {}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]  # when it is run as a program
 from conftest import ROOT, flags, launch_environment  # noqa: E402
 
 from fast.cohort import Cohort  # noqa: E402

@@ -1,4 +1,4 @@
-"""Which checkpoints are on disk, which one a run goes on from, and what comes out of it. (Whole runs that resume: tests/test_train.py.)"""
+"""Which checkpoints are on disk, which one a run goes on from, and what comes out of it. (Whole runs that resume: tests/runs/test_train.py.)"""
 
 import dataclasses
 import errno
@@ -655,6 +655,7 @@ def test_export_needs_no_original_and_loads(saved, tmp_path):
         prompt = torch.cat([prompt, torch.tensor([[token]])], 1)
 
 
+@pytest.mark.slow
 def test_untied_model_of_one_rank_goes_on_with_two_and_is_exported(tiny, tmp_path):
     run = saved_run(tiny / "untied", tmp_path, 1)
     loaded = ranks(tiny / "untied", run, "load", 2)
@@ -678,6 +679,7 @@ def check_export(run, folder, dtype, tied):
     return model
 
 
+@pytest.mark.slow
 def test_disk_that_fills_up_on_two_ranks_stops_both_and_leaves_the_last_checkpoint(tiny, tmp_path):
     done = ranks(tiny / "model", tmp_path / "run", "full", 2)
     assert done.returncode != 0 and done.stdout.count("step-000002 failed (attempt") == 3, done.stderr[-3000:]

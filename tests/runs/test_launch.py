@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, flags, launch, launch_command, launch_environment, read_metrics
+from conftest import ROOT, flags, launch, launch_command, launch_environment, read_metrics, slow
 
 BREAKS = """
 import os, sys, time
@@ -34,7 +34,7 @@ rank.run(lambda: train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("place, rank", [("rollout", 1), ("update", 1), ("save", 0)])
+@pytest.mark.parametrize("place, rank", [slow("rollout", 1), ("update", 1), slow("save", 0)])
 def test_failure_of_one_rank_ends_both_with_its_traceback(tiny, tmp_path, place, rank):
     """The other rank is inside a collective, and its own error, if it has one, is not what the user is to read."""
     script = tmp_path / "breaks.py"
@@ -92,6 +92,7 @@ def wait_until_gone(tmp_path, seconds):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_ends_the_step_and_saves(tiny, tmp_path):
     """accelerate's launcher dies of it and passes nothing on."""
     process, metrics = start(tiny, tmp_path, 2)
@@ -118,31 +119,33 @@ def test_sigterm_to_the_run_exits_0_and_it_goes_on_from_there(tiny, tmp_path):
 SLOW = """import os, time
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if os.path.exists({slow!r}):
+        open({waits!r}, "w").close()
         time.sleep(9)
     return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
 """
 
 
-@pytest.mark.parametrize("engine_ranks", ["1", "2"])
+@pytest.mark.parametrize("engine_ranks", ["1", slow("2")])
 def test_a_step_that_samples_is_given_up_and_the_last_one_saved(tiny, tmp_path, engine_ranks):
     """Weights change in the update alone: nothing is lost but the sampling, and the rows of the step come again."""
-    (tmp_path / "slow.py").write_text(SLOW.format(slow=str(tmp_path / "now")))
+    (tmp_path / "slow.py").write_text(SLOW.format(slow=str(tmp_path / "now"), waits=str(tmp_path / "waits")))
     reward = ["--reward.custom-path", str(tmp_path / "slow.py"), "--reward.num-workers", "1"]
     shared = ["--rollout.tensor-model-parallel-size", engine_ranks]
     process, metrics = start(tiny, tmp_path, 2, *reward, *shared, "--rollout.session-timeout-s", "600")
     (tmp_path / "now").touch()
-    time.sleep(2)  # the step that goes on has ended, and the next one waits for its rewards: 32 of 9 s, one at a time
+    while not (tmp_path / "waits").exists():  # for its rewards: 32 of 9 s, one at a time a rank
+        time.sleep(0.1)
     steps, told = len(read_metrics(tmp_path / "run")), time.time()
     process.send_signal(signal.SIGTERM)
-    wait_until_gone(tmp_path, 30)
-    assert time.time() - told < 25 and len(read_metrics(tmp_path / "run")) == steps
+    wait_until_gone(tmp_path, 100)
+    assert time.time() - told < 100 and len(read_metrics(tmp_path / "run")) == steps
     assert f"told to stop (SIGTERM or Ctrl-C) after {steps} steps: saved" in (tmp_path / "out").read_text()
     state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{steps:06d}" / "state.json").read_text())
     rows, batch = 32, 8
     assert state["stream"]["epoch"] * rows + state["stream"]["position"] == steps * batch
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [slow(1), 2])
 def test_ctrl_c_stops_as_sigterm_does(tiny, tmp_path, processes):
     """A terminal sends it to the launcher too, which dies of it."""
     process, metrics = start(tiny, tmp_path, processes, start_new_session=True)
@@ -161,6 +164,7 @@ def test_killed_rank_ends_the_other(tiny, tmp_path):
     assert not ranks(tmp_path)
 
 
+@pytest.mark.slow
 def test_killed_launcher_leaves_nothing_behind(tiny, tmp_path):
     process, metrics = start(tiny, tmp_path, 2)
     process.kill()

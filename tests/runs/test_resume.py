@@ -1,4 +1,4 @@
-"""A run that is killed and started again is the one that never stopped. (The same at 20 moments, in ten minutes: `python tests/kill_resume.py`.)"""
+"""A run that is killed and started again is the one that never stopped. (The same at 20 moments, in ten minutes: `python tests/tools/kill_resume.py`.)"""
 
 import json
 import random
@@ -20,6 +20,7 @@ def whole(tiny, tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 def test_two_ranks_killed_four_times_are_the_run_that_never_stopped(whole, tiny, tmp_path, capsys):
     """Every number, dump, weight and random state; where one rank dies, the other has to end by itself."""
     random.seed(1)

@@ -1,6 +1,6 @@
 """Numbers about the code, measured: what one training step passes through, and how long files and functions are.
 
-As a script, `python tests/test_traced.py OUT [flag ...]`, this file is train.py that writes to OUT, as JSON, which files
+As a script, `python tests/runs/test_traced.py OUT [flag ...]`, this file is train.py that writes to OUT, as JSON, which files
 of the repository ran a line of their own functions in the first training step, each with its number of lines.
 """
 
@@ -15,7 +15,7 @@ from types import FrameType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("fast", "look", "tasks", "host")
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in ROOT.glob(f"{room}/*.py"))]
 SAID = {  # where a document says the numbers

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -10,9 +9,8 @@ import time
 import psutil
 import pytest
 import torch
-import yaml
-from conftest import ROOT, flags, launch, read_metrics
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import FOUR_STEPS, ROOT, flags, launch, read_metrics, run_here
+from transformers import AutoModelForCausalLM
 
 TIMES = ("timing_s/", "perf/")
 
@@ -24,98 +22,15 @@ def run(tiny, folder, *more, processes=1):
     return read_metrics(folder / "run" / ("val-only" if "--trainer.val-only" in more else "")), done.stdout
 
 
+@pytest.fixture(scope="module")
+def one(tiny, engine, tmp_path_factory):
+    """A run in this process, which those that are processes are compared with."""
+    folder = tmp_path_factory.mktemp("one")
+    return folder / "run", *run_here(engine, [*flags(tiny, "--log.default-local-dir", str(folder)), *FOUR_STEPS])
+
+
 def without_times(metrics):
     return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in metrics]
-
-
-@pytest.fixture(scope="module")
-def one(tiny, tmp_path_factory):
-    """Four steps of two updates, KL in loss and reward against an offloaded reference, a checkpoint after two; the run that others are compared with."""
-    folder = tmp_path_factory.mktemp("one")
-    return folder / "run", *run(tiny, folder, *FOUR_STEPS)
-
-
-FOUR_STEPS = (
-    "--trainer.total-training-steps",
-    "4",
-    "--checkpoint.save-freq",
-    "2",
-    "--loss.use-kl-loss",
-    "--ref.param-offload",
-    "--algorithm.use-kl-in-reward",
-    "--algorithm.kl-ctrl-type",
-    "adaptive",
-    "--loss.rollout-is",
-    "token",
-    "--loss.entropy-coeff",
-    "0.01",
-    "--actor.shuffle",
-    "--trainer.test-freq",
-    "3",
-)
-
-
-def test_run_leaves_metrics_rollouts_config_and_checkpoints(one, tiny):
-    run_dir, metrics, console = one
-    assert [record["step"] for record in metrics] == [0, 1, 2, 3, 4]
-    assert [any(name.startswith("val/") for name in record) for record in metrics] == [
-        True,
-        False,
-        False,
-        True,
-        True,
-    ]  # before, every 3, at the end
-    last = metrics[3]
-    for name in (
-        "reward/mean",
-        "actor/pg_loss",
-        "actor/kl_loss",
-        "actor/entropy",
-        "actor/grad_norm",
-        "actor/lr",
-        "critic/advantages/mean",
-        "response_length/clip_ratio",
-        "reward/kl",
-        "reward/frac_zero_std",
-        "correction/k3",
-        "correction/ess",
-        "sync/probe_diff_max",
-        "timing_s/gen",
-        "timing_s/update_actor",
-        "perf/throughput",
-        "perf/gen_tokens_per_s",
-        "perf/train_tokens_per_s",
-        "perf/max_memory_gb",
-    ):
-        assert name in last, name
-    assert last["actor/num_updates"] == 2 and last["rollout/weight_version"] == 3
-    assert all(record["sync/probe_diff_max"] < 1e-4 for record in metrics)
-    rollouts = [json.loads(line) for line in (run_dir / "rollouts" / "000003.jsonl").read_text().splitlines()]
-    assert len(rollouts) == 8 * 4 and len({r["key"] for r in rollouts}) == 32
-    assert set(rollouts[0]) >= {
-        "prompt",
-        "response",
-        "ground_truth",
-        "score",
-        "advantage",
-        "finish_reason",
-        "weight_version",
-    }
-    assert sum(r["score"] for r in rollouts) / 32 == pytest.approx(last["reward/mean"])
-    assert len((run_dir / "rollouts" / "val-000004.jsonl").read_text().splitlines()) == 8
-    settings = (run_dir / "config.yaml").read_text()
-    assert settings in console and settings.startswith("# commit ")
-    assert yaml.safe_load(settings)["loss"]["use_kl_loss"] is True
-    assert (run_dir / "checkpoints" / "latest").read_text() == "step-000004"
-    assert "before" in console and "after" in console and f"the run's files are in {run_dir}" in console
-    assert console.count("\nstep ") == 4
-
-
-def test_kl_coefficient_is_steered(one):
-    coefficients = [record["reward/kl_coef"] for record in one[1][:4]]
-    for record, now, then in zip(one[1], coefficients, coefficients[1:]):
-        error = min(max(record["reward/kl"] / 0.1 - 1, -0.2), 0.2)
-        assert then == pytest.approx(now * (1 + error * 32 / 10_000))
 
 
 def test_same_seed_same_numbers(one, tiny, tmp_path):
@@ -182,6 +97,7 @@ def agents(tmp_path):
     return lambda name: ("--agent.custom-path", f"{path}:{name}")
 
 
+@pytest.mark.slow
 def test_groups_that_fail_on_one_rank_of_two_are_dropped(tiny, tmp_path, agents):
     """32 rows an epoch, two of which always fail: the ranks agree on what is left, and the run goes on."""
     metrics, console = run(
@@ -207,6 +123,7 @@ def test_run_ends_whatever_threads_its_agents_left(tiny, tmp_path, agents):
     )
 
 
+@pytest.mark.slow
 def test_failed_sessions_that_are_not_to_pass_stop_every_rank(tiny, tmp_path, agents):
     done = launch(
         [
@@ -233,6 +150,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_reward_that_hangs_stops_every_rank_soon(tiny, tmp_path):
     """Each score is given up after a second; the run, once a tenth of the step's 32 are lost, and not after all of them."""
     (tmp_path / "hangs.py").write_text(HANGS.format(path=str(tmp_path / "calls")))
@@ -285,6 +203,7 @@ def test_two_ranks_that_share_a_vllm_sample_what_one_samples(tiny, tmp_path, age
         )
 
 
+@pytest.mark.slow
 def test_sessions_given_up_leave_the_vllm_that_ranks_share(tiny, tmp_path, agents):
     """A session that passes its deadline while it generates: the other rank has to drop its request too."""
     steps = ("--trainer.no-val-before-train", "--trainer.total-training-steps", "3", "--checkpoint.save-freq", "0")
@@ -315,19 +234,6 @@ def test_resumed_run_is_the_one_that_never_stopped(one, tiny, tmp_path):
     assert [record["step"] for record in resumed] == [0, 1, 2, 3, 4]
 
 
-def test_finished_run_can_be_validated_and_not_be_asked_for_fewer_steps(one, tiny, tmp_path):
-    shutil.copytree(one[0], tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    metrics, _ = run(tiny, tmp_path, "--trainer.val-only")
-    assert metrics[-1]["step"] == 4 and metrics[-1]["val/exact/mean@1"] == one[1][-1]["val/exact/mean@1"]
-    earlier = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[0]
-    metrics, _ = run(tiny, tmp_path, "--trainer.val-only", "--checkpoint.resume", str(earlier))
-    assert metrics[-1]["step"] < 4 and (tmp_path / "run" / "val-only.1" / "metrics.jsonl").exists()
-    assert all(path.read_bytes() == content for path, content in before.items()), "the run itself is as it was"
-    line = fails(tiny, tmp_path, "--trainer.total-training-steps", "2")
-    assert "has done 4 steps, more than the 2 asked for" in line and "trainer.total_training_steps" in line
-
-
 def test_reward_that_raises_in_validation_stops_the_run(tiny, tmp_path):
     (tmp_path / "raises.py").write_text("def compute_score(**row):\n    raise SystemExit('no judge')\n")
     done = launch(
@@ -341,15 +247,7 @@ def test_reward_that_raises_in_validation_stops_the_run(tiny, tmp_path):
     assert done.returncode != 0 and "no judge" in done.stderr and "max_failed_fraction" in done.stderr
 
 
-def test_export_loads_and_is_the_trained_model(one, tiny, tmp_path):
-    exported = AutoModelForCausalLM.from_pretrained(one[0] / "hf")
-    initial = AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()
-    assert AutoTokenizer.from_pretrained(one[0] / "hf").chat_template
-    assert not torch.equal(exported.state_dict()["model.norm.weight"], initial["model.norm.weight"])
-    metrics, _ = run(tiny, tmp_path, "--actor.path", str(one[0] / "hf"), "--trainer.val-only")
-    assert metrics[0]["val/exact/mean@1"] == one[1][-1]["val/exact/mean@1"]
-
-
+@pytest.mark.slow
 def test_untied_model_in_bfloat16_by_rows(tiny, tmp_path):
     metrics, _ = run(
         tiny,
@@ -373,53 +271,6 @@ def test_untied_model_in_bfloat16_by_rows(tiny, tmp_path):
     assert exported.dtype == torch.bfloat16 and exported.lm_head.weight is not exported.model.embed_tokens.weight
 
 
-def test_fresh_start_moves_an_earlier_run_aside(tiny, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "old": 1}\n')
-    metrics, console = run(
-        tiny,
-        tmp_path,
-        "--checkpoint.resume",
-        "never",
-        "--trainer.total-training-steps",
-        "1",
-        "--checkpoint.save-freq",
-        "0",
-        "--checkpoint.no-export-hf",
-    )
-    assert len(metrics) == 2 and "old" not in metrics[0]
-    assert "old" in (tmp_path / "run.1" / "metrics.jsonl").read_text() and "run.1" in console
-
-
-@pytest.mark.parametrize("recipe", ["dapo", "dr_grpo", "gspo", "cispo", "reinforce_pp", "rloo"])
-def test_recipe_runs(tiny, tmp_path, recipe):
-    """The published settings on the tiny model: sizes from `flags`, everything else from the file."""
-    more = (
-        ["--algorithm.overlong-buffer-len", "4"]
-        if recipe == "dapo"
-        else ["--rollout.n", "1"]
-        if recipe == "reinforce_pp"
-        else []
-    )
-    done = launch(
-        [
-            "--config",
-            str(ROOT / "configs" / f"{recipe}.yaml"),
-            *flags(tiny, "--log.default-local-dir", str(tmp_path), "--log.experiment-name", "run"),
-            *more,
-        ]
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    metrics = read_metrics(tmp_path / "run")
-    updated = [record for record in metrics if "actor/grad_norm" in record]
-    assert len(updated) == 2 and all(
-        record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0 for record in updated
-    )
-    assert all(record["sync/probe_diff_max"] < 0.5 for record in metrics)
-    if recipe == "dapo":
-        assert all(record["reward/frac_zero_std"] == 0 and record["reward/overlong_penalty"] > 0 for record in updated)
-
-
 def test_dynamic_sampling_gives_up_with_counts(tiny, tmp_path):
     """A random model never adds: every group's scores are equal, and two batches of eight is all that may be tried."""
     line = fails(
@@ -438,26 +289,6 @@ def test_dynamic_sampling_gives_up_with_counts(tiny, tmp_path):
     )
 
 
-def test_remax_compares_with_a_greedy_session(tiny, tmp_path):
-    metrics, _ = run(
-        tiny,
-        tmp_path,
-        "--algorithm.adv-estimator",
-        "remax",
-        "--loss.rollout-rs",
-        "token",
-        "--loss.rollout-rs-threshold-low",
-        "0.99999999",
-        "--loss.rollout-rs-threshold-high",
-        "1.00000001",
-    )
-    assert metrics[0]["actor/num_updates"] == 2 and 0 < metrics[0]["correction/rejected_frac"] < 1
-    rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "000000.jsonl").read_text().splitlines()]
-    for group in [rollouts[i : i + 4] for i in range(0, 32, 4)]:
-        baselines = {round(r["score"] - r["advantage"], 4) for r in group if r["advantage"]}
-        assert len(baselines) <= 1, "all sessions of a prompt are compared with the same one"
-
-
 def fails(tiny, tmp_path, *more, processes=1):
     """Exit code not 0, one line `error: ...` and no traceback; nothing of it is left running. Returns the line."""
     done = launch([*flags(tiny, "--log.default-local-dir", str(tmp_path)), *more], processes)
@@ -474,42 +305,7 @@ def write(path, *rows):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        (lambda d, t: ("--data.train-files", "nowhere.jsonl"), ["data.train_files", "nowhere.jsonl"]),
-        (
-            lambda d, t: ("--data.train-files", write(d / "odd.jsonl", {"question": "2+2", "answer": "4"})),
-            ["odd.jsonl line 1", "'prompt'", "question, answer", "data.prompt_key"],
-        ),
-        (lambda d, t: ("--data.train-files", write(d / "empty.jsonl")), ["data.train_files", "empty.jsonl", "no rows"]),
-        (lambda d, t: ("--data.val-files", "nowhere.jsonl"), ["data.val_files", "nowhere.jsonl"]),
-        (lambda d, t: ("--actor.path", str(d / "gone")), ["actor.path", "no such folder"]),
-        (lambda d, t: ("--actor.path", no_tokenizer(d, t)), ["actor.path", "no tokenizer"]),
-        (lambda d, t: ("--data.train-batch-size", "64"), ["32 rows", "data.train_batch_size=64"]),
-        (lambda d, t: ("--data.max-prompt-length", "3"), ["data.max_prompt_length=3"]),
-        (lambda d, t: ("--actor.path", str(d)), ["actor.path", "no tokenizer"]),
-        (lambda d, t: ("--actor.path", no_template(d, t)), ["row 0", "no chat template"]),
-        (lambda d, t: ("--reward.custom-path", str(d / "no.py")), ["reward.custom_path", "no.py"]),
-    ],
-)
-def test_bad_input_gets_one_line(tiny, tmp_path, change, named):
-    line = fails(tiny, tmp_path, *change(tmp_path, tiny))
-    for words in named:
-        assert words in line
-
-
-def no_tokenizer(folder, tiny):
-    shutil.copytree(tiny / "model", folder / "model", ignore=shutil.ignore_patterns("*token*", "chat*"))
-    return str(folder / "model")
-
-
-def no_template(folder, tiny):
-    shutil.copytree(tiny / "model", folder / "model")
-    (folder / "model" / "chat_template.jinja").unlink()
-    return str(folder / "model")
-
-
+@pytest.mark.slow
 def test_prompt_too_long_for_the_rollout_stops_every_rank(tiny, tmp_path):
     """With the filter off it is found when the session starts, on the rank that has it; the other must not wait for it."""
     rows = [

@@ -1,6 +1,6 @@
 """What must hold with several processes, measured: on GPUs (NCCL), or with --small on the CPU (gloo, tiny model).
 
-    python tests/gpu_ranks.py links gradients reference copies rollouts tensor resume kills --out DIR [--small] [--dummy SHAPE]
+    python tests/tools/gpu_ranks.py links gradients reference copies rollouts tensor resume kills --out DIR [--small] [--dummy SHAPE]
 
 Each check prints JSON lines with its figures and PASS or FAIL and adds them to DIR/ranks.jsonl; exit code 1 when any failed. The
 workers are this file too: `gpu_ranks.py worker WHAT ...` under torch.distributed.run, and `gpu_ranks.py trainer ...`, which is train.py
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT_S = 300

@@ -1,4 +1,4 @@
-"""kill -9 of a run at 20 moments, the same command again each time, and what comes out against the run that nobody killed: `python tests/kill_resume.py`.
+"""kill -9 of a run at 20 moments, the same command again each time, and what comes out against the run that nobody killed: `python tests/tools/kill_resume.py`.
 
 Eight steps of the tiny model with whatever a resumed run could get wrong: shuffled rows that failing groups draw at odd places, two updates
 a step, KL in loss and (steered) in reward, validations, dumps. Every number of metrics.jsonl but the times, every file of rollouts and hf, and
@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-ROOT, TESTS = Path(__file__).parent.parent, Path(__file__).parent
-sys.path[:0] = [str(TESTS), str(ROOT)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from conftest import flags, launch_command, launch_environment, write_model  # noqa: E402
 
@@ -69,7 +69,7 @@ async def fails_sometimes(task, policy, cfg):
 """
 SCRIPT = """
 import sys
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = [{tools!r}, {root!r}]
 import kill_resume
 from host import rank
 import train
@@ -254,7 +254,7 @@ class Run:
         self.folder, self.run_dir, self.processes = folder, folder / "run", processes
         folder.mkdir()
         (tiny / "agent.py").write_text(AGENT)  # the same path in every folder: tracebacks are compared, too
-        (folder / "start.py").write_text(SCRIPT.format(tests=str(TESTS), root=str(ROOT)))
+        (folder / "start.py").write_text(SCRIPT.format(tools=str(ROOT / "tests" / "tools"), root=str(ROOT)))
         args = flags(
             tiny,
             *FLAGS,

@@ -1,4 +1,4 @@
-"""What a long run holds on to: memory, open files, threads and processes at every tenth step, seen from outside: `python tests/long_run.py`.
+"""What a long run holds on to: memory, open files, threads and processes at every tenth step, seen from outside: `python tests/tools/long_run.py`.
 
 300 steps of the tiny model with everything that could pile up: checkpoints, validations, rollout dumps, failed sessions, a reference.
 Of the run and all its children: RSS, which counts pages that they share several times, and PSS, which counts them once but depends on

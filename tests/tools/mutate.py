@@ -1,7 +1,7 @@
 """Do the tests notice? Seeded bugs, each a replacement in one line, and the test that must catch it: `make mutate`.
 
 The repository is copied, one bug at a time is put into the copy, and the named test must fail, or take far longer than without it: a rank
-that waits for another is caught too. Prints a table; exits 1 when a bug survives. Words after the command choose bugs: `python tests/mutate.py seed actor.py`.
+that waits for another is caught too. Prints a table; exits 1 when a bug survives. Words after the command choose bugs: `python tests/tools/mutate.py seed actor.py`.
 """
 
 import collections
@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch  # noqa: F401 - once, here: every test runs in a fork of this process, which imports none of the repository
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STARTS_S, SLOWER = (
     90,
     4,
@@ -1017,6 +1017,13 @@ def copy_repository(folder: Path) -> None:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
+def place(test: str) -> str:
+    """`test_x.py::test_y` with its folder, from the repository's root."""
+    file, _, name = test.partition("::")
+    [path] = (ROOT / "tests").rglob(file)
+    return f"{path.relative_to(ROOT)}::{name}"
+
+
 def pytest_in(folder: Path, log: Path, tests: list[str]) -> None:
     """In a fork: run tests of the copy and exit with pytest's status."""
     os.chdir(folder)
@@ -1030,7 +1037,7 @@ def pytest_in(folder: Path, log: Path, tests: list[str]) -> None:
             "-p",
             "no:cacheprovider",
             f"--junitxml={log.with_suffix('.xml')}",
-            *(f"tests/{test}" for test in tests),
+            *(place(test) for test in tests),
         ]
     )
     sys.stdout.flush()
