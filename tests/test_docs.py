@@ -26,6 +26,7 @@ CLIS = [
     "-m look.replay",
     "-m look.export",
     "-m look.pictures",
+    "-m look.selftest",
     "-m tasks.quickstart",
     "-m tasks.chain_sum",
     "tests/tools/gpu_ranks.py",
