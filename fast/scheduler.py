@@ -8,9 +8,9 @@ cache for room for every token. Here a step goes one of three ways, the first th
     the short loop   all requests decode: one loop, which asks for a block when one is full
     vLLM's own       everything else: prompts, preemption, requests that wait
 
-A request makes its one output when it ends. What is sampled is the same, token for token (tests/engine/test_scheduler.py), and
-so is what is scheduled while there are blocks; where they run out, whom vLLM preempts and how much of a later prompt is
-still in the prefix cache may differ.
+A request makes its one output when it ends. What is sampled is the same, token for token
+(tests/engine/test_scheduler.py), and so is what is scheduled while there are blocks; where they run out, whom vLLM
+preempts and how much of a later prompt is still in the prefix cache may differ.
 
 Written against the vLLM versions of engine.VLLM_VERSIONS. To be imported after engine.import_vllm.
 """

@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pyarrow
@@ -324,13 +323,6 @@ def test_a_template_that_raises_names_the_row(tokenizer):
     tasks = [Task(CHAT, "exact", 0, index=4), Task([{"role": "bad", "content": ""}], "exact", 0, index=5)]
     with pytest.raises(ValueError, match="row 5.*bad role"):
         filter_overlong(tasks, tokenizer, DataConfig())
-
-
-def test_filter_is_fast(tokenizer):
-    tasks = [Task([{"role": "user", "content": "1 + 2 " * 10}], "exact", 0, index=i) for i in range(10_000)]
-    start = time.perf_counter()
-    assert len(filter_overlong(tasks, tokenizer, DataConfig())) == 10_000
-    assert time.perf_counter() - start < 10  # takes under 2 on an idle machine
 
 
 # Order

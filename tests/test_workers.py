@@ -96,7 +96,7 @@ def is_alive(pid):
         return False
 
 
-def wait_until(done, seconds=20.0):
+def wait_until(done, seconds=60.0):
     end = time.monotonic() + seconds
     while not done() and time.monotonic() < end:
         time.sleep(0.05)
@@ -172,9 +172,9 @@ def test_a_long_traceback_comes_without_its_middle(pool, what, says):
 def test_a_call_that_hangs(pool, what):
     old = set(run(pool, *[("nap",)] * 80))
     calls = [("echo", i) for i in range(100)]
-    outcomes = run(pool, *calls[:5], what, *calls[5:], timeout_s=1.0)
+    outcomes = run(pool, *calls[:5], what, *calls[5:], timeout_s=3.0)
     error = outcomes.pop(5)
-    assert type(error) is WorkerTimeout and "1 s" in str(error)
+    assert type(error) is WorkerTimeout and "3 s" in str(error)
     assert outcomes == list(range(100)), "nothing of the queue is lost"
     new = set(run(pool, *[("nap",)] * 80))
     assert len(new) == 2 and len(new & old) == 1, "one worker was replaced"
@@ -201,7 +201,7 @@ def test_no_call_runs_twice(tmp_path):
         *[(i,) for i in range(40, 80)],
         ("die",),
         *[(i,) for i in range(80, 120)],
-        timeout_s=1.0,
+        timeout_s=3.0,
     )
     pool.close()
     assert [o for o in outcomes if not isinstance(o, Exception)] == list(range(120))
@@ -221,7 +221,7 @@ def test_of_the_calls_that_a_worker_holds_none_is_lost_nor_blamed_nor_run_twice(
         *[(i,) for i in range(40, 300)],
         ("die",),
         *[(i,) for i in range(300, 400)],
-        timeout_s=1.0,
+        timeout_s=3.0,
     )
     pool.close()
     assert (
@@ -261,7 +261,7 @@ def watch(pool):
 
 def test_calls_start_in_order(tmp_path):
     pool = WorkerPool(partial(make, tmp_path / "log"), 1)
-    run(pool, *[(i,) for i in range(50)], ("spin",), *[(i,) for i in range(50, 99)], timeout_s=1.0)
+    run(pool, *[(i,) for i in range(50)], ("spin",), *[(i,) for i in range(50, 99)], timeout_s=3.0)
     pool.close()
     ran = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
     assert ran == ["setup", *map(str, range(50)), "spin", "setup", *map(str, range(50, 99))], (
@@ -271,7 +271,7 @@ def test_calls_start_in_order(tmp_path):
 
 def test_the_deadline_counts_from_the_calls_own_start():
     pool = WorkerPool(make, 1)
-    assert run(pool, *[("sleep", 0.4)] * 8, timeout_s=2.0) == [0.4] * 8, "3.2 s in all, on one worker"
+    assert run(pool, *[("sleep", 0.4)] * 8, timeout_s=3.0) == [0.4] * 8, "3.2 s in all, on one worker"
     pool.close()
 
 
@@ -279,9 +279,9 @@ def test_the_deadline_counts_from_the_calls_own_start():
 def test_a_loop_that_was_busy_elsewhere_finds_the_result(pool, size):
     async def busy():
         await pool.call("echo", 0, timeout_s=20)
-        calls = [asyncio.ensure_future(pool.call("echo", str(i) * size, timeout_s=0.5)) for i in range(6)]
+        calls = [asyncio.ensure_future(pool.call("echo", str(i) * size, timeout_s=2.0)) for i in range(6)]
         await asyncio.sleep(0)
-        time.sleep(1.5)  # an engine's step
+        time.sleep(3.0)  # an engine's step
         return await asyncio.gather(*calls)
 
     assert asyncio.run(busy()) == [str(i) * size for i in range(6)], "though their deadlines have passed"
@@ -291,21 +291,23 @@ def test_calls_reach_workers_before_a_loop_is_busy_elsewhere(tmp_path):
     """One that a worker is free for, and the first of many: others wait for the loop, to be sent together."""
     pool = WorkerPool(partial(make, tmp_path / "log"), 1)
 
-    async def busy(*names, turns=1):
+    async def busy(*names, most, turns=1):
         (tmp_path / "log").write_text("")
         calls = [asyncio.ensure_future(pool.call(name, timeout_s=20)) for name in names]
         for _ in range(turns):
             await asyncio.sleep(0)
-        time.sleep(0.5)  # an engine's step
-        ran = (tmp_path / "log").read_text().split()[::2]
+        # An engine's step.
+        ran = []
+        wait_until(lambda: ran.append((tmp_path / "log").read_text().split()[::2]) or len(ran[-1]) >= most, 10)
+        ran = ran[-1]
         await asyncio.gather(*calls)
         return ran
 
     run(pool, *[("warm",)] * 500)
-    assert asyncio.run(busy("one")) == ["one"]
-    ran = asyncio.run(busy(*range(100)))
+    assert asyncio.run(busy("one", most=1)) == ["one"]
+    ran = asyncio.run(busy(*range(100), most=17))
     assert len(ran) > 16 and ran == list(map(str, range(len(ran))))
-    assert len(asyncio.run(busy(*range(20), turns=2))) > 8, (
+    assert len(asyncio.run(busy(*range(20), most=9, turns=2))) > 8, (
         "the loop's next turn sends the others, whose number is no reason to wait"
     )
     pool.close()
@@ -341,7 +343,7 @@ def test_a_call_that_nobody_waits_for_keeps_its_deadline():
 def test_a_hang_left_by_one_loop_is_ended_in_the_next():
     pool = WorkerPool(make, 1)
     asyncio.run(start_and_leave(pool))
-    assert run(pool, ("echo", 2), timeout_s=1.0) == [2]
+    assert run(pool, ("echo", 2), timeout_s=20.0) == [2]
     pool.close()
 
 

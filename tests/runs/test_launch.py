@@ -48,7 +48,7 @@ def test_failure_of_one_rank_ends_both_with_its_traceback(tiny, tmp_path, place,
         accelerate=True,
     )
     took = time.time() - float((tmp_path / "time").read_text())
-    assert result.returncode != 0 and took < 15
+    assert result.returncode != 0 and took < 60
     assert f"ArithmeticError: broken {place}" in result.stderr
     tracebacks = [
         part
@@ -67,7 +67,7 @@ def start(tiny, tmp_path, processes, *more, **kwargs):
             launch_command(args, processes), env=launch_environment(), stdout=out, stderr=subprocess.STDOUT, **kwargs
         )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.time() + 120
+    deadline = time.time() + 250
     while not (metrics.exists() and metrics.read_text().count("\n") > 1):
         assert process.poll() is None and time.time() < deadline, (tmp_path / "out").read_text()[-3000:]
         time.sleep(0.1)
@@ -97,7 +97,7 @@ def test_sigterm_to_the_launcher_ends_the_step_and_saves(tiny, tmp_path):
     """accelerate's launcher dies of it and passes nothing on."""
     process, metrics = start(tiny, tmp_path, 2)
     process.send_signal(signal.SIGTERM)
-    wait_until_gone(tmp_path, 30)
+    wait_until_gone(tmp_path, 100)
     steps = len(read_metrics(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
     assert "told to stop (SIGTERM or Ctrl-C)" in (tmp_path / "out").read_text()
@@ -150,7 +150,7 @@ def test_ctrl_c_stops_as_sigterm_does(tiny, tmp_path, processes):
     """A terminal sends it to the launcher too, which dies of it."""
     process, metrics = start(tiny, tmp_path, processes, start_new_session=True)
     os.killpg(process.pid, signal.SIGINT)
-    wait_until_gone(tmp_path, 30)
+    wait_until_gone(tmp_path, 100)
     steps = len(read_metrics(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
     assert f"after {steps} steps: saved" in (tmp_path / "out").read_text()
@@ -160,7 +160,7 @@ def test_killed_rank_ends_the_other(tiny, tmp_path):
     process, metrics = start(tiny, tmp_path, 2)
     killed = time.time()
     ranks(tmp_path)[-1].kill()
-    assert process.wait(30) != 0 and time.time() - killed < 15
+    assert process.wait(60) != 0 and time.time() - killed < 60
     assert not ranks(tmp_path)
 
 
@@ -168,7 +168,7 @@ def test_killed_rank_ends_the_other(tiny, tmp_path):
 def test_killed_launcher_leaves_nothing_behind(tiny, tmp_path):
     process, metrics = start(tiny, tmp_path, 2)
     process.kill()
-    wait_until_gone(tmp_path, 45)
+    wait_until_gone(tmp_path, 100)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -49,7 +49,9 @@ def said(checkout):
 @pytest.mark.slow
 def test_quickstart_goes_from_a_third_to_nine_tenths_on_unseen_sums(checkout, said):
     rows = {
-        split: [json.loads(line) for line in (checkout / "data" / "quickstart" / f"{split}.jsonl").read_text().splitlines()]
+        split: [
+            json.loads(line) for line in (checkout / "data" / "quickstart" / f"{split}.jsonl").read_text().splitlines()
+        ]
         for split in ("train", "val")
     }
     prompts = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}

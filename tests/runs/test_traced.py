@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("fast", "look", "tasks", "host")
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in ROOT.glob(f"{room}/*.py"))]
 SAID = {  # where a document says the numbers
-    "README.md": r"^\| Python files that one step passes through \| (\d+ files, [\d,]+ lines) \|",
-    "docs/compared.md": r"^\*\*1 Files\.\*\* Lockstep: (\d+ files, [\d,]+ lines)",
+    "README.md": r"^\| Python that a step passes through \| (\d+) files, ([\d,]+) lines \|",
+    "docs/compared.md": r"^(?:\*\*1 Files\.\*\* Lockstep:|\| Python files that one step passes through \|) (\d+) files, ([\d,]+) lines",
 }
 
 MOST_FILES, MOST_LINES = 21, 5800  # of the root, with all that is planned; 18 and 4,898 when the house was built
@@ -105,10 +105,13 @@ def test_a_step_passes_through_as_many_files_as_the_documents_say(tiny, tmp_path
     if request.config.get_verbosity() > 0:
         with capsys.disabled():
             print(f"\n{table}")
-    hundreds = round(sum(lines.values()), -2)  # a fork's first line is no news
-    measured = f"{len(lines)} files, {hundreds:,} lines"
-    said = {name: re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE) for name, pattern in SAID.items()}
-    assert said == {name: [measured] for name in SAID}, f"these are to say {measured}, of\n{table}"
+    measured = len(lines), sum(lines.values())
+    for name, pattern in SAID.items():
+        said = re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)
+        assert said, name
+        for files, of_them in said:  # with room for a fork, which is no news: a file, and one line in twenty
+            assert int(files) == pytest.approx(measured[0], abs=1), table
+            assert int(of_them.replace(",", "")) == pytest.approx(measured[1], rel=0.05), table
 
 
 def test_the_root_is_what_a_step_is_and_no_more():
