@@ -30,10 +30,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 # By file where files share a vLLM; the rest of pytest is mostly processes of their own.
 test: dev
-	$(PYTEST) -n 2 --dist loadfile -m "not slow"
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: dev
-	$(PYTEST) -n 2 --dist loadfile -m slow
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 # By hand, before a release and when their subject changes: an hour and a half on two cores. gpu_ranks.py wants GPUs.
 long: mutate

@@ -19,6 +19,12 @@ with contextlib.suppress(ValueError):  # not the main thread
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would tests
 
 
+def pytest_collection_modifyitems(items):
+    """Whole runs first: what is quick fills the gaps between two workers at the end."""
+    folders = "runs", "engine", "tests"
+    items.sort(key=lambda item: folders.index(item.path.parent.name))
+
+
 def slow(*values):
     """A case of a parametrized test that is left to `make test-slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)

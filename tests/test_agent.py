@@ -837,6 +837,7 @@ def test_run_of_three_turns_with_tools(tiny, tmp_path):
         assert line["correction/prob_diff_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_run_of_the_tool_agent_on_a_policy_that_calls_nothing(tiny, tmp_path):
     from conftest import flags
 

@@ -13,7 +13,7 @@ from conftest import ROOT, flags, launch, read_metrics
 GROUPS, SESSIONS = 8, 4  # of conftest.flags: two optimizer steps of four groups
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["one_rank", "two_ranks"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one_rank", "two_ranks"])
 def run_dir(tiny, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("shown")
     more = [

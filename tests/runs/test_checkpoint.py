@@ -634,6 +634,7 @@ def saved_run(model, folder, processes):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_weights_and_optimizer_of_two_ranks_go_on_with_one(tiny, saved):
     loaded = ranks(tiny / "model", saved, "load", 1)
     assert loaded.returncode == 0, loaded.stderr[-3000:]

@@ -145,7 +145,8 @@ def test_a_step_that_samples_is_given_up_and_the_last_one_saved(tiny, tmp_path, 
     assert state["stream"]["epoch"] * rows + state["stream"]["position"] == steps * batch
 
 
-@pytest.mark.parametrize("processes", [slow(1), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_ctrl_c_stops_as_sigterm_does(tiny, tmp_path, processes):
     """A terminal sends it to the launcher too, which dies of it."""
     process, metrics = start(tiny, tmp_path, processes, start_new_session=True)
@@ -156,6 +157,7 @@ def test_ctrl_c_stops_as_sigterm_does(tiny, tmp_path, processes):
     assert f"after {steps} steps: saved" in (tmp_path / "out").read_text()
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_the_other(tiny, tmp_path):
     process, metrics = start(tiny, tmp_path, 2)
     killed = time.time()
@@ -171,7 +173,7 @@ def test_killed_launcher_leaves_nothing_behind(tiny, tmp_path):
     wait_until_gone(tmp_path, 100)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [slow(1), 2])
 def test_error_that_quotes_what_a_policy_wrote_is_spelt_out(tmp_path, processes):
     """Its own, and that of what it came from; also where torchrun shows it again."""
     script = tmp_path / "quotes.py"

@@ -34,6 +34,7 @@ def test_two_ranks_killed_four_times_are_the_run_that_never_stopped(whole, tiny,
     assert not differences, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_number_of_ranks_changes_neither_prompts_nor_seeds(whole):
     """Failing groups are replaced, so that later prompts depend on earlier ones. Responses are compared while the weights are the same bits."""
     names = [sorted(path.name for path in (run.run_dir / "rollouts").iterdir()) for run in whole.values()]
@@ -113,6 +114,7 @@ rank.run(lambda: train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_skipped_steps_in_a_row_are_counted_across_a_resume(tiny, tmp_path):
     """The third in a row ends the run, and ends it again when it is started again after the second."""
     (script := tmp_path / "breaks.py").write_text(BREAKS.format(root=str(ROOT)))
