@@ -232,11 +232,14 @@ def run_here(engine, args: list[str]) -> tuple[list[dict], str]:
 
     if engine.state == "awake":
         engine.sleep()
-    cfg, said = load_config(args), io.StringIO()
-    with contextlib.redirect_stdout(said):
-        run = train.start(cfg, engine)
-        train.train(run)
-        run.engine = SimpleNamespace(**{name: getattr(engine, name) for name in ("weight_version", "dtype", "sleep")})
-        run.engine.close = lambda: None  # the next run goes on with it
-        train.finish(run)
+    cfg, said, before = load_config(args), io.StringIO(), engine.cfg
+    try:
+        with contextlib.redirect_stdout(said):
+            run = train.start(cfg, engine)
+            train.train(run)
+            kept = {name: getattr(engine, name) for name in ("weight_version", "dtype", "sleep")}
+            run.engine = SimpleNamespace(**kept, close=lambda: None)  # the next run goes on with it
+            train.finish(run)
+    finally:
+        engine.cfg = before
     return read_metrics(cfg.run_dir / ("val-only" if cfg.trainer.val_only else "")), said.getvalue()
