@@ -319,7 +319,9 @@ def write_settings(folder: Path, model, tokenizer, dtype: str) -> None:
     """All of a Hugging Face folder but the weights. The generation config as it came, even if it contradicts itself."""
     model.config.save_pretrained(folder)
     # What it wrote says the type of the master weights, and the name that FSDP gave to the model's class.
-    set_in_config(folder, dtype=dtype, architectures=[type(model).__name__.removeprefix("FSDP")])
+    # model.published is what the head took over from the model (model.take_logit_transform).
+    architecture = type(model).__name__.removeprefix("FSDP")
+    set_in_config(folder, dtype=dtype, architectures=[architecture], **getattr(model, "published", {}))
     if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)

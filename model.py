@@ -5,8 +5,11 @@ attend to itself alone; the head gives the log-probs and entropies of sampled to
 computes the chunk's logits again for the backward. fast/ has quicker twins of the last two: actor.speed_up.
 """
 
+import inspect
+import math
 import sys
 import types
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,13 +21,20 @@ CHUNK_ELEMENTS = 2**28  # logits that exist at once: 0.5 GiB in bfloat16
 MOST_ROWS = 65535  # of a chunk: a CUDA grid has no more
 BLOCK = 2048  # tokens of the vocabulary that are reduced together
 LOW = -1e30  # stands for -inf: exp gives 0, and 0 * LOW is 0, not NaN
-UNSUPPORTED = (
-    "final_logit_softcapping",
-    "attn_logit_softcapping",
-    "logits_scaling",
-    "logit_scale",
-    "quantization_config",
-)
+# What a model type does with its head's logits: the config's knob, and the factor that it stands for; None where it is
+# a cap, cap * tanh(logits / cap).
+LOGIT_TRANSFORMS: dict[str, tuple[str, Callable[[float], float] | None]] = {
+    "granite": ("logits_scaling", lambda value: 1 / value),
+    "hyperclovax": ("logits_scaling", lambda value: value),
+    "cohere": ("logit_scale", lambda value: value),
+    "cohere2": ("logit_scale", lambda value: value),
+    "gemma2": ("final_logit_softcapping", None),
+    "gemma3_text": ("final_logit_softcapping", None),
+    "vaultgemma": ("final_logit_softcapping", None),
+    "nanochat": ("final_logit_softcapping", None),
+}
+# Arguments of an attention function that say nothing of what it computes.
+HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_hidden_states"}
 
 
 def meta_model(config) -> torch.nn.Module:
@@ -35,28 +45,97 @@ def meta_model(config) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
+def check_model(path: str, num_tokens: int, tensor_parallel: int, longest: int) -> None:
+    """ValueError, in one line, for a model that would be trained wrong or not run at all, from its config alone.
+    num_tokens are the tokenizer's, `longest` is the most tokens of a sequence."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"actor.path={path}: its config can't be read: {str(error).splitlines()[0]}") from error
+    lacks = [what for what, is_so in unsupported(config, longest).items() if is_so]
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        lacks.insert(0, "no causal language model that transformers has itself")
+    elif "s_aux=" in inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]):
+        lacks.append("its attention has sinks")
+    if lacks:
+        raise ValueError(
+            f"actor.path={path}: {config.model_type} is not supported: {'; '.join(lacks)}. "
+            "Supported are dense, unquantised text models with softmax attention (docs/limits.md)"
+        )
+    if num_tokens > config.vocab_size:
+        raise ValueError(
+            f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {config.vocab_size}"
+        )
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % tensor_parallel:  # vLLM would copy some, and the sum of bits would not prove a sync
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of "
+            f"actor.path={path}"
+        )
+
+
+def unsupported(config, longest: int) -> dict[str, bool]:
+    """What a packed forward or vLLM would get wrong, and whether a config has it."""
+
+    def most(*knobs: str) -> int:
+        values = [getattr(config, knob, None) for knob in knobs]
+        return max((value for value in values if isinstance(value, int)), default=0)
+
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = ropes.values() if all(isinstance(rope, dict) for rope in ropes.values()) and ropes else [ropes]
+    kinds = {rope.get("rope_type"): rope.get("original_max_position_embeddings", 0) for rope in ropes}
+    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    recurrent = [knob for knob in vars(config) if knob.startswith(("mamba_", "ssm_", "conv_L", "rwkv_", "lru_"))]
+    known, _ = LOGIT_TRANSFORMS.get(config.model_type, (None, None))
+    changes = {"logits_scaling", "logit_scale", "final_logit_softcapping"} - {known}
+    changes = {knob for knob in changes if getattr(config, knob, None) not in (None, 1.0)}
+    return {
+        f"{', '.join(changes)} of its config is not computed": bool(changes),
+        "it has images or sound beside text": any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")),
+        "it is an encoder with a decoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "its weights are quantised": getattr(config, "quantization_config", None) is not None,
+        "it is a mixture of experts": most("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        > 1,
+        f"it has layers of {', '.join(sorted(map(str, layers)))}": bool(layers),
+        f"it has recurrent layers ({', '.join(recurrent[:2])})": bool(recurrent),
+        "it has no num_attention_heads": not hasattr(config, "num_attention_heads"),
+        "its dynamic rope depends on what else is in a packed row": "dynamic" in kinds,
+        f"its longrope changes within {longest} tokens": "longrope" in kinds and longest > (kinds["longrope"] or 0),
+    }
+
+
 def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float) -> torch.nn.Module:
     """A causal LM with packed attention and the chunked head, in plain torch. num_tokens are the tokenizer's: ids from
     there on are padding of the vocabulary, with no share in the softmax. ValueError for a model whose forward this
     would get wrong."""
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path)
-    for knob in UNSUPPORTED:
-        if getattr(config, knob, None) not in (None, 1.0):
-            raise ValueError(
-                f"actor.path={path}: its config has {knob}, which the packed log-prob forward does not compute; "
-                "use a model without it"
-            )
     AttentionInterface.register("packed", packed_attention)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
+    scale, softcap = take_logit_transform(model)
     head = model.get_output_embeddings()
-    if num_tokens > head.weight.size(0):
-        raise ValueError(
-            f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {head.weight.size(0)}"
-        )
-    replace_head(head, num_tokens, temperature)
+    replace_head(head, num_tokens, temperature / scale, softcap and softcap / scale)
     return model
+
+
+def take_logit_transform(model) -> tuple[float, float | None]:
+    """(scale, softcap) of a model's logits, which the head takes over: the model, which would do the same to log-probs,
+    is told that it has none. `model.published` keeps what its config said, for who exports it."""
+    knob, scale_of = LOGIT_TRANSFORMS.get(model.config.model_type, (None, None))
+    value = getattr(model.config, knob, None) if knob else None
+    model.published = {knob: value} if value is not None else {}
+    if value is None:
+        return 1.0, None
+    if scale_of is None:
+        setattr(model.config, knob, None)
+        return 1.0, float(value)
+    setattr(model.config, knob, 1.0)
+    if hasattr(model, knob):  # Cohere's
+        setattr(model, knob, 1.0)
+    return scale_of(value), None
 
 
 def forward(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,6 +144,7 @@ def forward(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     sampled = batch.sampled  # [K]
     assert len(sampled), "a micro-batch without a sampled token has nothing to compute"
     model.get_output_embeddings().targets = batch.tokens[sampled]
+    attending.packing = batch
     tokens, position_ids, before = batch.tokens, batch.position_ids, sampled - 1
     if batch.shared:  # prompts that several sequences share are in the model's row once
         tokens = tokens[batch.shared.index]
@@ -85,12 +165,40 @@ def forward(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 # Attention
 
 
+class Attending:
+    """What attention is asked with: the batch of the forward that goes on, for model types that drop `packing`."""
+
+    packing: Batch | None = None
+
+
+attending = Attending()
+
+
 def packed_attention(  # noqa: PLR0913 - as transformers calls it
     module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each packed sequence to itself. query [1, H, T, D] -> [1, T, H, D]."""
+    softcap = check_arguments(module, attention_mask, **kwargs)
+    packing = packing or attending.packing
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    return padded_attention(q, k, v, scaling, binding_window(sliding_window, packing), packing)[None], None
+    scores = Scores(scaling, binding_window(sliding_window, packing), softcap)
+    return padded_attention(q, k, v, scores, packing)[None], None
+
+
+def check_arguments(
+    module, attention_mask, dropout: float = 0.0, softcap: float | None = None, **kwargs
+) -> float | None:
+    """The softcap of a call's attention scores. ValueError for whatever else a model asks of it that is not computed
+    here, such as attention sinks (s_aux)."""
+    asked = {name for name, value in kwargs.items() if value is not None and name not in HARMLESS}
+    asked |= {"attention_mask"} if attention_mask is not None else set()
+    asked |= {"dropout"} if dropout else set()  # the actor is in eval mode
+    if asked:
+        raise ValueError(
+            f"{type(module).__name__} asks its attention for {', '.join(sorted(asked))}, which is not supported: "
+            "what is packed would be computed without it"
+        )
+    return softcap
 
 
 def binding_window(sliding_window: int | None, packing: Batch) -> int | None:
@@ -98,7 +206,15 @@ def binding_window(sliding_window: int | None, packing: Batch) -> int | None:
     return sliding_window if sliding_window is not None and packing.max_seqlen > sliding_window else None
 
 
-def padded_attention(q, k, v, scaling: float, window: int | None, packing: Batch) -> torch.Tensor:
+class Scores(NamedTuple):
+    """What becomes of q . k before the softmax."""
+
+    scaling: float
+    window: int | None  # tokens that a token sees, itself among them, where that is not all before it
+    softcap: float | None
+
+
+def padded_attention(q, k, v, scores: Scores, packing: Batch) -> torch.Tensor:
     """torch's own attention on one padded row a sequence, for this layer's attention only. [T, H, D] -> [T, H, D]."""
     rows, columns = packing.seq_ids, packing.position_ids  # [T]
     longest = packing.max_seqlen
@@ -108,21 +224,35 @@ def padded_attention(q, k, v, scaling: float, window: int | None, packing: Batch
         return padded.index_put((rows, columns), x).transpose(1, 2)
 
     mask = None
-    if window is not None:
+    if scores.window is not None or scores.softcap is not None:
+        window = scores.window or longest
         mask = torch.ones(longest, longest, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-    out = F.scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
+    if scores.softcap is not None:
+        out = softcapped_attention(pad(q), pad(k), pad(v), mask, scores)
+    else:
+        out = F.scaled_dot_product_attention(
+            pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=True
+        )
     return out.transpose(1, 2)[rows, columns]
+
+
+def softcapped_attention(q, k, v, mask: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Attention whose scores s become softcap * tanh(s / softcap), as Gemma 2's. [S, H, L, D] -> [S, H, L, D]."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    capped_scores = scores.softcap * torch.tanh(q @ k.transpose(2, 3) * scores.scaling / scores.softcap)  # [S, H, L, L]
+    weights = capped_scores.masked_fill(~mask, -math.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(v.dtype) @ v
 
 
 # The head
 
 
-def replace_head(head, num_tokens: int, temperature: float) -> None:
-    """Make head.forward give log-probs and entropies of head.targets under softmax(logits / temperature). `head.ops`
-    is the module whose block_statistics and logit_gradient it uses: this one, or fast.kernels."""
+def replace_head(head, num_tokens: int, temperature: float, softcap: float | None = None) -> None:
+    """Make head.forward give log-probs and entropies of head.targets under softmax(logits / temperature), of capped
+    logits when there is a softcap. `head.ops` is the module whose block_statistics and logit_gradient it uses: this
+    one, or fast.kernels."""
     head.targets = None
+    head.softcap = softcap
     head.num_tokens = num_tokens
     head.temperature = temperature
     head.ops = sys.modules[__name__]
@@ -158,7 +288,7 @@ class LogProbs(torch.autograd.Function):
         temperature = torch.full((), head.temperature, dtype=torch.float32, device=hidden.device)
 
         def of_chunk(h: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            logits = F.linear(h, weight, bias)
+            logits = capped(F.linear(h, weight, bias), head.softcap)
             chosen = logits.gather(-1, targets[:, None])[:, 0].float() / temperature
             return *head.ops.block_statistics(logits, temperature, head.num_tokens), chosen
 
@@ -168,7 +298,7 @@ class LogProbs(torch.autograd.Function):
         logsumexp, share = total_mass(tops, masses)
         mean = (firsts * share).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, head.targets, temperature, logsumexp, mean)
-        ctx.rows, ctx.num_tokens, ctx.ops = rows, head.num_tokens, head.ops
+        ctx.rows, ctx.num_tokens, ctx.ops, ctx.softcap = rows, head.num_tokens, head.ops, head.softcap
         return torch.stack([(chosen - logsumexp)[None], (logsumexp - mean)[None]], -1)
 
     @staticmethod
@@ -179,14 +309,22 @@ class LogProbs(torch.autograd.Function):
         grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
         chunks = zip(hidden.split(ctx.rows), grad_hidden.split(ctx.rows), *(x.split(ctx.rows) for x in whole))
         for h, grad_h, *of_rows in chunks:
-            logits = F.linear(h, weight, bias)
+            logits = capped(F.linear(h, weight, bias), ctx.softcap)
+            slope = None if ctx.softcap is None else 1 - (logits.float() / ctx.softcap).square()
             logits = ctx.ops.logit_gradient(logits, Rows(*of_rows), temperature, ctx.num_tokens)  # now their gradient
+            if slope is not None:
+                logits = (logits * slope).to(h.dtype)
             torch.mm(logits, weight, out=grad_h)
             grad_weight = torch.mm(logits.T, h) if grad_weight is None else grad_weight.addmm_(logits.T, h)
             if bias is not None:
                 grad_bias = logits.sum(0) + (0 if grad_bias is None else grad_bias)
             del logits  # before the next chunk's are there
         return grad_hidden, grad_weight, grad_bias, None
+
+
+def capped(logits, softcap: float | None) -> torch.Tensor:
+    """softcap * tanh(logits / softcap), as Gemma 2 caps its logits (arXiv:2408.00118), in their type."""
+    return logits if softcap is None else (softcap * torch.tanh(logits.float() / softcap)).to(logits.dtype)
 
 
 def total_mass(tops, masses) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,17 +358,3 @@ def logit_gradient(logits, rows: Rows, temperature, num_tokens: int) -> torch.Te
     of_target = torch.where(ids == targets, grad_logprob, 0.0)
     grad = of_target - p * (grad_logprob + grad_entropy * (scaled - mean))
     return torch.where(ids < num_tokens, grad / temperature, 0.0).to(logits.dtype)
-
-
-def check_heads(path: str, tensor_parallel: int) -> None:
-    """ValueError when the model's key-value heads can't be dealt out evenly. vLLM would copy some, and the sum of bits
-    would not prove a sync."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % tensor_parallel:
-        raise ValueError(
-            f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of "
-            f"actor.path={path}"
-        )

@@ -30,6 +30,7 @@ from host.rank import ToldToStop, told_to_stop
 from log import Logger, start_log
 from loss import reject_mismatched, rollout_mismatch
 from metrics import rollout_metrics, validation_metrics
+from model import check_model
 from policy import load_tokenizer
 from reward import Scorer, check_failures
 from rollout import Rollout, check_groups, sample
@@ -106,6 +107,9 @@ def start(cfg: Config, engine: Engine | None = None) -> Run:
     """Everything that a run needs. What is wrong with its data or its checkpoint is found before a model loads. An
     `engine` that sleeps, as of an earlier run in this process, is used again, as it was made."""
     tokenizer = load_tokenizer(cfg.actor.path)
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    for path in {cfg.actor.path, cfg.ref.path or cfg.actor.path}:
+        check_model(path, len(tokenizer), cfg.rollout.tensor_model_parallel_size, longest)
     train_tasks, val_tasks = load_data(cfg, tokenizer)
     scorer = Scorer(cfg.reward, {task.data_source for task in train_tasks + val_tasks})
     stream = None if cfg.trainer.val_only else TaskStream(train_tasks, cfg.data, cfg.trainer.seed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batch import Batch
-from model import binding_window, padded_attention
+from model import Scores, attending, binding_window, check_arguments, padded_attention
 
 # fast.kernels, when merging and the backward may use Triton (actor.lean_kernels).
 KERNELS: types.ModuleType | None = None
@@ -41,23 +41,27 @@ def shared_packed_attention(
 
     Every sequence gets a copy of its prompt, for this layer's attention only.
     """
+    softcap = check_arguments(module, attention_mask, **kwargs)
+    packing = packing or attending.packing
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T', H, D]
-    window = binding_window(sliding_window, packing)
+    scores = Scores(scaling, binding_window(sliding_window, packing), softcap)
     shared = packing.shared
     if shared is None:
-        return padded_attention(q, k, v, scaling, window, packing)[None], None
+        return padded_attention(q, k, v, scores, packing)[None], None
     q, k, v = (x[shared.places] for x in (q, k, v))  # [T, H, D]
-    return padded_attention(q, k, v, scaling, window, packing)[shared.index][None], None
+    return padded_attention(q, k, v, scores, packing)[shared.index][None], None
 
 
 def flash_packed_attention(
     module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing: Batch | None = None, **kwargs
 ) -> tuple[Tensor, None]:
-    """The same by flash attention; float32, which has none, goes the other way."""
-    if query.dtype not in (torch.bfloat16, torch.float16):
+    """The same by flash attention; float32, which has none, and capped scores go the other way."""
+    softcap = check_arguments(module, attention_mask, **kwargs)
+    if query.dtype not in (torch.bfloat16, torch.float16) or softcap is not None:
         return shared_packed_attention(
             module, query, key, value, attention_mask, scaling, sliding_window, packing, **kwargs
         )
+    packing = packing or attending.packing
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T', H, D]
     window = binding_window(sliding_window, packing)
     shared = packing.shared

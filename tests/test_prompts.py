@@ -12,7 +12,7 @@ from batch import Task, Trajectory, collate
 from fast import attention
 from fast.attention import flash_attention, use_fast_attention
 from fast.prompts import pack_shared, prompt_groups, share
-from model import forward, load_model, padded_attention
+from model import Scores, forward, load_model, padded_attention
 
 GROUPS = [
     (5, [3, 1, 4]),
@@ -194,7 +194,7 @@ def test_attention_to_a_shared_prompt_and_its_gradients(monkeypatch):
         if together:
             out = flash_attention(q, k, v, shared.cu_own, shared.cu_responses, shared.cu_prompts, *sizes, 0.3, -1)[0]
         else:
-            out = padded_attention(q[shared.places], k[shared.places], v[shared.places], 0.3, None, batch)[shared.index]
+            out = padded_attention(*(x[shared.places] for x in (q, k, v)), Scores(0.3, None, None), batch)[shared.index]
         (out * weights).sum().backward()
         results.append((out, q.grad, k.grad, v.grad))
     for one, other in zip(*results):

@@ -1007,6 +1007,41 @@ BUGS = [
         "True or self.count",
         "test_doctor.py::test_a_finding_that_lasts_is_said_when_it_begins_and_every_20th_step",
     ),
+    Bug(
+        "slope of a capped logit dropped",
+        "model.py",
+        "logits = (logits * slope).to(h.dtype)",
+        "logits = logits.to(h.dtype)",
+        "test_models.py::test_gradients_of_a_capped_head_are_autograds[1.5]",
+    ),
+    Bug(
+        "logits scaled the other way",
+        "model.py",
+        '"granite": ("logits_scaling", lambda value: 1 / value)',
+        '"granite": ("logits_scaling", lambda value: value)',
+        "test_models.py::test_packed_log_probs_are_those_of_one_forward_a_sequence[Granite 3]",
+    ),
+    Bug(
+        "what a model asks of its attention is swallowed",
+        "model.py",
+        "    if asked:\n",
+        "    if False:\n",
+        "test_models.py::test_attention_that_is_asked_for_more_says_so",
+    ),
+    Bug(
+        "exports lack the scale of their logits",
+        "checkpoint.py",
+        ', **getattr(model, "published", {})',
+        "",
+        "test_models.py::test_an_export_has_the_published_logits",
+    ),
+    Bug(
+        "vLLM's marks stay on the actor's class",
+        "engine.py",
+        "    cls.__bases__ = bases\n",
+        "",
+        "test_models.py::test_vllm_gets_a_class_of_its_own",
+    ),
 ]
 
 
