@@ -164,6 +164,8 @@ def is_due(step: int, total_steps: int, freq: int) -> bool:
 def save(cfg: CheckpointConfig, run_dir: Path, actor: Actor, state: RunState, config: dict, tokenizer=None) -> Path:
     """Write weights, optimizer and every rank's RNG (through accelerate), state and configuration. A collective. When
     the disk fails it tries again; then ValueError on every rank, with the earlier checkpoints as they were."""
+    if actor.moments:
+        actor.moments.load()  # a run that was told to stop saves while vLLM has their memory
     lead = dist.get_rank() == 0
     final = run_dir / "checkpoints" / f"step-{state.step:06d}"
     temporary = final.with_name(f".{final.name}")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from batch import Trajectory
-from host.console import printable
+from host.console import printable, put
 from host.disk import keep_lines_before, move_aside, to_json, write_durably
 from host.lookup import check_bounds
 from host.settings import to_yaml
@@ -213,7 +213,7 @@ class Logger:
             if self.bar:
                 self.bar.write(text, file=sys.stdout)
             else:
-                print(text, flush=True)
+                put(text)
 
     def dump(self, name: str, trajectories: list[Trajectory]) -> None:
         """One JSON line a trajectory into rollouts/NAME.jsonl."""

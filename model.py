@@ -58,8 +58,10 @@ def check_model(path: str, num_tokens: int, tensor_parallel: int, longest: int) 
     lacks = [what for what, is_so in unsupported(config, longest).items() if is_so]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         lacks.insert(0, "no causal language model that transformers has itself")
-    elif "s_aux=" in inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]):
-        lacks.append("its attention has sinks")
+    else:
+        code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__])
+        lacks += ["its attention has sinks"] if "s_aux=" in code else []
+        lacks += [] if "ALL_ATTENTION_FUNCTIONS" in code else ["its attention can't be replaced"]
     if lacks:
         raise ValueError(
             f"actor.path={path}: {config.model_type} is not supported: {'; '.join(lacks)}. "
@@ -109,8 +111,8 @@ def unsupported(config, longest: int) -> dict[str, bool]:
 
 def load_model(path: str, dtype: torch.dtype, num_tokens: int, temperature: float) -> torch.nn.Module:
     """A causal LM with packed attention and the chunked head, in plain torch. num_tokens are the tokenizer's: ids from
-    there on are padding of the vocabulary, with no share in the softmax. ValueError for a model whose forward this
-    would get wrong."""
+    there on are padding of the vocabulary, with no share in the softmax. Whose forward this would get wrong,
+    check_model refuses."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("packed", packed_attention)

@@ -333,13 +333,20 @@ def sample(run, step: int) -> list[Trajectory]:
 
 def sample_groups(run, rollout: Rollout, tasks: list[Task], place: int) -> list[Group]:
     """This engine's groups of `tasks`, with greedy baselines where the estimator needs them. A collective."""
+    groups = run_on_all(run, rollout, tasks, place)
+    if getattr(ESTIMATORS[run.cfg.algorithm.adv_estimator], "needs_greedy", False):
+        greedy = run_on_all(run, Rollout(run.engine, run.scorer, rollout.step, ValConfig(), told), tasks, place)
+        set_baselines([group.trajectories for group in groups], [group.trajectories for group in greedy])
+    return groups
+
+
+def run_on_all(run, rollout: Rollout, tasks: list[Task], place: int) -> list[Group]:
+    """rollout.run; ToldToStop on all ranks when any was told, so that none begins another without the others. A
+    collective."""
     groups: list[Group] = []
     with suppress(ToldToStop):
         groups = rollout.run(tasks, place)
-        if getattr(ESTIMATORS[run.cfg.algorithm.adv_estimator], "needs_greedy", False):
-            greedy = Rollout(run.engine, run.scorer, rollout.step, ValConfig(), told).run(tasks, place)
-            set_baselines([group.trajectories for group in groups], [group.trajectories for group in greedy])
-    if told_to_stop(run.actor.device):  # one of the ranks may have been told, and all give the step up
+    if told_to_stop(run.actor.device):
         raise ToldToStop
     return groups
 

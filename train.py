@@ -108,8 +108,9 @@ def start(cfg: Config, engine: Engine | None = None) -> Run:
     `engine` that sleeps, as of an earlier run in this process, is used again, as it was made."""
     tokenizer = load_tokenizer(cfg.actor.path)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    for path in {cfg.actor.path, cfg.ref.path or cfg.actor.path}:
-        check_model(path, len(tokenizer), cfg.rollout.tensor_model_parallel_size, longest)
+    check_model(cfg.actor.path, len(tokenizer), cfg.rollout.tensor_model_parallel_size, longest)
+    if cfg.ref.path:
+        check_model(cfg.ref.path, len(tokenizer), 1, longest)
     train_tasks, val_tasks = load_data(cfg, tokenizer)
     scorer = Scorer(cfg.reward, {task.data_source for task in train_tasks + val_tasks})
     stream = None if cfg.trainer.val_only else TaskStream(train_tasks, cfg.data, cfg.trainer.seed)
@@ -138,7 +139,7 @@ def start(cfg: Config, engine: Engine | None = None) -> Run:
     if checkpoint:
         load(checkpoint, actor)
     go_on(state, cfg, stream)
-    state.wandb_id = log.wandb_id
+    state.wandb_id = log.wandb_id or state.wandb_id  # a run without wandb in between keeps it
     gc.collect()
     gc.freeze()  # what is there by now stays: collections need not look at it
     log.start_clock()
@@ -246,6 +247,7 @@ def finish_step(run: Run, step: int, trajectories: list[Trajectory]) -> bool:
     checkpoint: a kill between them does a step again, and none is lost. The next record has the time that saving took.
     """
     cfg, log, state = run.cfg, run.log, run.state
+    log.phase(None)
     count_skipped(run, step)
     log.add(rollout_metrics(trajectories))
     if not cfg.loss.bypass_mode:
@@ -287,6 +289,7 @@ def finish(run: Run) -> None:
     """End a run: write the last record and the Hugging Face folder, or say where a stopped one goes on."""
     cfg, engine, log, state = run.cfg, run.engine, run.log, run.state
     if engine.weight_version == run.total_steps:  # vLLM has got the last weights: it ended
+        log.phase("sleep")
         engine.sleep()
         log.end_step(run.total_steps)
         if cfg.checkpoint.export_hf and not cfg.trainer.val_only:
@@ -297,6 +300,8 @@ def finish(run: Run) -> None:
             if run.saved_step != state.step:
                 save_checkpoint(run)
             kept = "saved, the same command goes on from there"
+            if cfg.checkpoint.resume != "auto":
+                kept = "saved, checkpoint.resume=auto goes on from there"
         log.say(f"told to stop (SIGTERM or Ctrl-C) after {state.step} steps: {kept}")
     log.finish()
     run.scorer.close()

@@ -80,7 +80,8 @@ class LeanEngine(Engine):
         """vLLM's parameters of a request, as its front end checks and completes them: once for each kind of request."""
         if not self.past_front_end:
             return super().sampling_params(sampling, max_tokens, seed)
-        kind = sampling.temperature, sampling.top_p, sampling.top_k, *self.stop_token_ids
+        ignores = self.cfg.rollout.ignore_eos
+        kind = sampling.temperature, sampling.top_p, sampling.top_k, ignores, *self.stop_token_ids
         if kind not in self.params:
             asked = super().sampling_params(sampling, max_tokens=1, seed=0)
             engine = self.llm.llm_engine

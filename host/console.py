@@ -25,7 +25,15 @@ WIDTH = 1000  # characters of a line
 def say(text: str) -> None:
     """Print on rank 0 only, at once."""
     if os.environ.get("RANK", "0") == "0":
-        print(printable(text), flush=True)
+        put(printable(text))
+
+
+def put(text: str) -> None:
+    """Print a line. Who read them may have gone, as tee does at Ctrl-C: then nobody reads on, and nothing stops."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable(text: str) -> str:

@@ -5,6 +5,7 @@ records are written and read again, though a kill cut the last one short.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -160,6 +161,7 @@ def keep_lines_before(path: Path, step: int) -> list[dict]:
     return records
 
 
+@functools.cache  # the code that runs, whatever is checked out meanwhile
 def code_version() -> str:
     """Lockstep's version and commit, as configurations and checkpoints say it."""
     return f"Lockstep {VERSION}, commit {git_commit()}"

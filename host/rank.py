@@ -3,6 +3,7 @@
 train.py needs `run(main)`; `told()`, whether this rank was told; and `told_to_stop(device)`, whether any rank was.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -120,6 +121,7 @@ def watch_for_signals() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writer)  # every signal's number is written here, whatever the main thread is doing
+    os.register_at_fork(after_in_child=forget_signals)  # of an agent's own: Ctrl-C reaches it too, and it is no rank
 
     def watch(launcher: int) -> None:
         seen = set()
@@ -137,13 +139,30 @@ def watch_for_signals() -> None:
     threading.Thread(target=watch, args=[os.getppid()], daemon=True).start()
 
 
+def forget_signals() -> None:
+    """In a process that was forked: it dies of a signal, and tells nobody."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def sibling_ended() -> bool:
-    """Whether one of torchrun's ranks on this host is gone."""
+    """Whether one of torchrun's ranks on this host is gone. One process has no siblings, nor perhaps a parent: that of
+    a container's first process is none of it."""
     import psutil
 
-    siblings = psutil.Process(os.getppid()).children()
-    alive = [p for p in siblings if p.status() != psutil.STATUS_ZOMBIE]
-    return len(alive) < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks == 1:
+        return False
+    try:
+        siblings = psutil.Process(os.getppid()).children()
+    except psutil.NoSuchProcess:
+        return False
+    alive = 0
+    for sibling in siblings:
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended since
+            alive += sibling.status() != psutil.STATUS_ZOMBIE
+    return alive < ranks
 
 
 def told() -> bool:

@@ -6,6 +6,7 @@ the ones before it warm up.
 """
 
 import argparse
+import contextlib
 import json
 import tempfile
 from pathlib import Path
@@ -45,6 +46,8 @@ def run(out: str, flags: list[str], points: list = POINTS, shape: str = "qwen3-0
     flags = [*FLAGS, *flags, "--data.max-response-length", str(longest)]
     with tempfile.TemporaryDirectory() as folder:
         cfg, records = train_points(steps, flags, shape, folder)
+    if len(records) <= len(steps):
+        raise SystemExit(f"stopped after {len(records)} of {len(steps)} steps: {out} is not written")
     last = dict(zip(steps, records))
     args, _ = bench.parse([])
     rows = []
@@ -77,7 +80,8 @@ def train_points(steps: list[tuple[int, int]], flags: list[str], shape: str, fol
 
     train.sample = sample_point
     training = train.start(cfg)
-    train.train(training)
+    with contextlib.suppress(rank.ToldToStop):
+        train.train(training)
     train.finish(training)
     return cfg, [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
 

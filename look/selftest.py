@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -128,6 +129,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> int:
     """Run the checks; 0 when none failed."""
     started = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its runs and its folder
     if args.list:
         print("\n".join(all_checks(None)))
         return 0

@@ -67,7 +67,7 @@ def make_rows(source: str, knob: str) -> Iterator[tuple[str, dict]]:
     names, options = parse(source, knob)
     work = [(name, typed_options(name, options, knob)) for name in names]
     made = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {ROOT!r}); from {__name__} import main; main()"],
+        [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {ROOT!r}); from {__name__} import main; main()"],
         input=pickle.dumps(work),
         capture_output=True,
         env=os.environ | {"PYTHONHASHSEED": "0"},

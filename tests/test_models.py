@@ -26,6 +26,9 @@ REFUSED = {
     "Falcon-H1": "recurrent layers",
     "Mamba 2": "layers of linear_attention",
     "Granite SWA": "its attention has sinks",
+    **dict.fromkeys(("BLOOM", "CodeGen", "Falcon", "GPT-J", "MPT"), "its attention can't be replaced"),
+    "Qwen3.5 folder": "images or sound",
+    "Gemma 3 folder": "images or sound",
 }
 # One of each kind: windows, ropes, caps, scales, norms, biases, `packing` that is dropped.
 QUICK = {"Qwen3", "Gemma 2, window and caps", "Phi-2", "OLMo 3, window", "Granite 3", "Cohere 2, window", "StableLM"}

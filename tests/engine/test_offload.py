@@ -8,6 +8,7 @@ from conftest import flags, launch, read_metrics
 from test_actor import LOSS, sequences
 
 from actor import Actor
+from checkpoint import CheckpointConfig, RunState, save
 
 
 def shards(actor):
@@ -88,3 +89,18 @@ def test_run_that_saves_and_resumes_with_its_moments_away(tiny, tmp_path):
             (r["step"], r.get("reward/mean"), r.get("actor/grad_norm")) for r in read_metrics(tmp_path / name)
         ]
     assert "resuming from" in done.stdout and runs["plain"] == runs["away"] and len(runs["plain"]) == 4
+
+
+def test_a_run_that_stops_while_they_are_away_saves_them(cfg, tokenizer, accelerator, engine, tmp_path):
+    """Told to stop while vLLM samples, with the memory of the moments."""
+    torch.manual_seed(0)
+    actor = Actor(dataclasses.replace(cfg.actor, optimizer_offload=True), accelerator, len(tokenizer), 1.0)
+    actor.update(sequences(tokenizer, seed=0), LOSS, 0, 10, 0)
+    held = []
+    for name in ("there", "away"):
+        (tmp_path / name).mkdir()
+        saved = save(CheckpointConfig(), tmp_path / name, actor, RunState(step=1), {})
+        held.append({path.relative_to(saved): path.read_bytes() for path in saved.rglob("*.distcp")})
+        actor.moments.offload()
+        assert actor.moments.away
+    assert held[0] and held[0] == held[1]

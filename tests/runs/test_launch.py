@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -125,12 +126,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize("engine_ranks", ["1", slow("2")])
-def test_a_step_that_samples_is_given_up_and_the_last_one_saved(tiny, tmp_path, engine_ranks):
-    """Weights change in the update alone: nothing is lost but the sampling, and the rows of the step come again."""
+@pytest.mark.parametrize("engine_ranks, estimator", [("1", "grpo"), slow("2", "grpo"), slow("2", "remax")])
+def test_a_step_that_samples_is_given_up_and_the_last_one_saved(tiny, tmp_path, engine_ranks, estimator):
+    """Weights change in the update alone: nothing is lost but the sampling, and the rows of the step come again. With
+    remax no rank goes on to the greedy sessions alone."""
     (tmp_path / "slow.py").write_text(SLOW.format(slow=str(tmp_path / "now"), waits=str(tmp_path / "waits")))
     reward = ["--reward.custom-path", str(tmp_path / "slow.py"), "--reward.num-workers", "1"]
-    shared = ["--rollout.tensor-model-parallel-size", engine_ranks]
+    shared = ["--rollout.tensor-model-parallel-size", engine_ranks, "--algorithm.adv-estimator", estimator]
     process, metrics = start(tiny, tmp_path, 2, *reward, *shared, "--rollout.session-timeout-s", "600")
     (tmp_path / "now").touch()
     while not (tmp_path / "waits").exists():  # for its rewards: 32 of 9 s, one at a time a rank
@@ -193,3 +195,43 @@ rank.run(main)
         result.returncode != 0 and "no number: \\x1b]0;title\\x07" in result.stderr and "'4\\x1b[2J'" in result.stderr
     )
     assert not {"\x1b[2J", "\x1b]0", "\x07"} & {word for word in ("\x1b[2J", "\x1b]0", "\x07") if word in result.stderr}
+
+
+FORKS = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from host import rank
+def main():
+    if not os.fork():
+        time.sleep(100)
+    open({ready!r}, "w").close()
+    while not rank.told():
+        time.sleep(0.05)
+    time.sleep(1)  # a second order of the child's would end it here
+    print("told once")
+rank.run(main)
+"""
+
+
+def test_ctrl_c_that_reaches_a_forked_child_too_is_one_order(tmp_path):
+    """A terminal sends it to the whole group; an agent's own process has inherited what it is written to."""
+    (tmp_path / "forks.py").write_text(FORKS.format(root=str(ROOT), ready=str(tmp_path / "ready")))
+    command = [sys.executable, str(tmp_path / "forks.py")]
+    process = subprocess.Popen(
+        command, env=launch_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=100)[0] == "told once\n" and process.returncode == 0
+
+
+@pytest.mark.parametrize("ranks, parent", [("1", 0), ("2", 0), ("2", None)])
+def test_whoever_has_no_parent_or_siblings_is_told_all_the_same(monkeypatch, ranks, parent):
+    """The first process of a container has a parent of pid 0, which is none."""
+    from host import rank
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    if parent is not None:
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+    assert rank.sibling_ended() is (parent is None and len(psutil.Process(os.getppid()).children()) < 2)

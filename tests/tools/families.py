@@ -101,6 +101,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Falcon-H1": ("FalconH1Config", {}),
     "Mamba 2": ("Mamba2Config", {"num_heads": 8, "head_dim": 32}),
     "Granite SWA": ("GraniteSWAConfig", WINDOW),
+    "BLOOM": ("BloomConfig", {}),
+    "CodeGen": ("CodeGenConfig", {}),
+    "Falcon": ("FalconConfig", {}),
+    "GPT-J": ("GPTJConfig", {}),
+    "MPT": ("MptConfig", {"d_model": 128, "n_heads": 4, "n_layers": 2}),
     "Qwen3.5 folder": ("Qwen3_5Config", {}),
     "Gemma 3 folder": ("Gemma3Config", {}),
 }  # fmt: skip
@@ -117,6 +122,9 @@ def write(folder: Path, name: str) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**COMMON | {"vocab_size": len(tokenizer) + 3} | more)
     tokenizer.save_pretrained(folder)
+    if hasattr(config, "vision_config"):
+        config.save_pretrained(folder)  # to be refused by it; its model would be of the published size
+        return
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
