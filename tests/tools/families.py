@@ -1,4 +1,4 @@
-"""Which model families are exact, measured: `python tests/tools/families.py [NAME ...] [--vllm] [--out TABLE.json]`.
+"""Which model families are exact, measured: `python tests/tools/families.py [NAME ...] [--vllm] [--out TABLE.md]`.
 
 Of each family a tiny random model of its own configuration class, with windows, scales and caps small enough to bind.
 Packed: the largest difference, in nats and float32, of packed log-probs from one plain Hugging Face forward a sequence.
@@ -233,11 +233,30 @@ def make_tiny(folder: Path) -> Path:
     return folder
 
 
+def table(rows: list[dict]) -> list[str]:
+    """The rows in Markdown: a number in nats, or the reason of a refusal."""
+
+    def cell(row: dict, key: str) -> str:
+        value = row.get(key, "")
+        return f"{value:.1e}" if isinstance(value, float) else value
+
+    exact = [row for row in rows if "refused" not in row]
+    lines = ["| family | packed against alone | vLLM's probe |", "|---|---|---|"]
+    lines += [f"| {row['name']} | {cell(row, 'packed')} | {cell(row, 'probe')} |" for row in exact]
+    lines += ["", "| refused | because |", "|---|---|"]
+    reasons = {
+        row["name"]: row["refused"].partition(" is not supported: ")[2].partition(". Supported")[0]
+        for row in rows
+        if "refused" in row
+    }
+    return lines + [f"| {name} | {reason} |" for name, reason in reasons.items()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="families; all when none is named")
     parser.add_argument("--vllm", action="store_true", help="also two steps with vLLM, some 15 s each")
-    parser.add_argument("--out", type=Path, help="a file for the rows, JSON")
+    parser.add_argument("--out", type=Path, help="a file for the table, Markdown: docs/models.md has it")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
@@ -247,7 +266,7 @@ def main() -> int:
             rows.append(measure(name, args.vllm, tiny))
             print("ok  " if is_exact(rows[-1]) else "FAIL", json.dumps(rows[-1])[:400], flush=True)
     if args.out:
-        args.out.write_text(json.dumps(rows, indent=1))
+        args.out.write_text("\n".join(table(rows)) + "\n")
     return int(not all(map(is_exact, rows)))
 
 
