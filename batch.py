@@ -130,7 +130,7 @@ class Batch:
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
-    shared: Any = None  # prompts.Shared, where the model computes shared prompts once
+    shared: Any = None  # fast.prompts.Shared, where the model computes shared prompts once
 
     @property
     def num_seqs(self) -> int:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from host.rank import ToldToStop
+from model import own_classes
 from policy import Reply, stop_token_ids
 
 VLLM_VERSIONS = ((0, 26), (0, 33))  # from, below: what the shim was run with
@@ -89,32 +90,6 @@ def finish_loading(llm) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process_weights_after_loading(vllm_model(llm), llm.llm_engine.model_config, device)
-
-
-@contextlib.contextmanager
-def own_classes(path: str) -> Iterator[list[torch.nn.Module]]:
-    """Leave transformers' class of the model as it is. Where vLLM has none of its own it runs transformers', marked for
-    its compiler in the class itself, which the actor, made of the same class, could not be built of afterwards. vLLM's
-    models, which the caller puts into the list, get a class of their own."""
-    from transformers import AutoConfig, AutoModel
-
-    cls: Any = AutoModel._model_mapping[type(AutoConfig.from_pretrained(path))]
-    bases, known = cls.__bases__, dict(vars(cls))
-    models: list[torch.nn.Module] = []
-    yield models
-    marks = {name: value for name, value in vars(cls).items() if known.get(name) is not value}
-    added = [base for base in cls.__bases__ if base not in bases]
-    if not added:
-        return
-    cls.__bases__ = bases
-    for name in marks:
-        if name in known:
-            setattr(cls, name, known[name])
-        else:
-            delattr(cls, name)
-    own = type(cls.__name__, (cls, *added), marks)
-    for module in (module for model in models for module in model.modules() if type(module) is cls):
-        module.__class__ = own
 
 
 class Engine:

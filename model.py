@@ -5,12 +5,13 @@ attend to itself alone; the head gives the log-probs and entropies of sampled to
 computes the chunk's logits again for the backward. fast/ has quicker twins of the last two: actor.speed_up.
 """
 
+import contextlib
 import inspect
 import math
 import sys
 import types
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,16 +46,18 @@ def meta_model(config) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
-def check_model(path: str, num_tokens: int, tensor_parallel: int, longest: int) -> None:
-    """ValueError, in one line, for a model that would be trained wrong or not run at all, from its config alone.
-    num_tokens are the tokenizer's, `longest` is the most tokens of a sequence."""
+def check_model(knob: str, path: str, num_tokens: int, longest: int) -> None:
+    """ValueError, in one line, for a model that would be trained wrong or not run at all, from its config alone. `knob`
+    names it, num_tokens are the tokenizer's, `longest` is the most tokens of a sequence."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
         config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"actor.path={path}: its config can't be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{knob}={path}: its config can't be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        ) from error
     lacks = [what for what, is_so in unsupported(config, longest).items() if is_so]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         lacks.insert(0, "no causal language model that transformers has itself")
@@ -64,15 +67,21 @@ def check_model(path: str, num_tokens: int, tensor_parallel: int, longest: int) 
         lacks += [] if "ALL_ATTENTION_FUNCTIONS" in code else ["its attention can't be replaced"]
     if lacks:
         raise ValueError(
-            f"actor.path={path}: {config.model_type} is not supported: {'; '.join(lacks)}. "
+            f"{knob}={path}: {config.model_type} is not supported: {'; '.join(lacks)}. "
             "Supported are dense, unquantised text models with softmax attention (docs/limits.md)"
         )
     if num_tokens > config.vocab_size:
-        raise ValueError(
-            f"actor.path={path}: the tokenizer has {num_tokens} tokens, the model only {config.vocab_size}"
-        )
+        raise ValueError(f"{knob}={path}: the tokenizer has {num_tokens} tokens, the model only {config.vocab_size}")
+
+
+def check_heads(path: str, tensor_parallel: int) -> None:
+    """ValueError when the model's key-value heads can't be dealt out evenly. vLLM would copy some, and the sum of bits
+    would not prove a sync."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % tensor_parallel:  # vLLM would copy some, and the sum of bits would not prove a sync
+    if heads % tensor_parallel:
         raise ValueError(
             f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {heads} key-value heads of "
             f"actor.path={path}"
@@ -140,6 +149,39 @@ def take_logit_transform(model) -> tuple[float, float | None]:
     return scale_of(value), None
 
 
+@contextlib.contextmanager
+def own_classes(path: str) -> Iterator[list[torch.nn.Module]]:
+    """Leave transformers' class of the model as it is. Where vLLM has none of its own it runs transformers', marked for
+    its compiler in the class itself, which the actor, made of the same class, could not be built of afterwards. vLLM's
+    models, which the caller puts into the list, get a class of their own."""
+    from transformers import AutoConfig, AutoModel
+
+    cls: Any = AutoModel._model_mapping.get(type(AutoConfig.from_pretrained(path)), object)
+    bases, known = cls.__bases__, dict(vars(cls))
+    models: list[torch.nn.Module] = []
+    try:
+        yield models
+    finally:
+        take_marks(cls, bases, known, models)
+
+
+def take_marks(cls: Any, bases: tuple[type, ...], known: dict[str, Any], models: list[torch.nn.Module]) -> None:
+    """A class as it was, with these bases and attributes; `models` get one of their own, with what was added."""
+    marks = {name: value for name, value in vars(cls).items() if known.get(name) is not value}
+    added = [base for base in cls.__bases__ if base not in bases]
+    if not added:
+        return
+    cls.__bases__ = bases
+    for name in marks:
+        if name in known:
+            setattr(cls, name, known[name])
+        else:
+            delattr(cls, name)
+    own = type(cls.__name__, (cls, *added), marks)
+    for module in (module for model in models for module in model.modules() if type(module) is cls):
+        module.__class__ = own
+
+
 def forward(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """`(logprobs [T], entropy [T])` of a packed batch, 0 at tokens that the policy did not sample. The one place that
     shifts: position t - 1 of the model predicts token t. The head sees only positions whose next token was sampled."""
@@ -167,13 +209,8 @@ def forward(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 # Attention
 
 
-class Attending:
-    """What attention is asked with: the batch of the forward that goes on, for model types that drop `packing`."""
-
-    packing: Batch | None = None
-
-
-attending = Attending()
+# The batch of the forward that goes on, for model types that drop `packing` on the way to their attention.
+attending = types.SimpleNamespace(packing=None)
 
 
 def packed_attention(  # noqa: PLR0913 - as transformers calls it

@@ -30,7 +30,7 @@ from host.rank import ToldToStop, told_to_stop
 from log import Logger, start_log
 from loss import reject_mismatched, rollout_mismatch
 from metrics import rollout_metrics, validation_metrics
-from model import check_model
+from model import check_heads, check_model
 from policy import load_tokenizer
 from reward import Scorer, check_failures
 from rollout import Rollout, check_groups, sample
@@ -107,10 +107,7 @@ def start(cfg: Config, engine: Engine | None = None) -> Run:
     """Everything that a run needs. What is wrong with its data or its checkpoint is found before a model loads. An
     `engine` that sleeps, as of an earlier run in this process, is used again, as it was made."""
     tokenizer = load_tokenizer(cfg.actor.path)
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    check_model(cfg.actor.path, len(tokenizer), cfg.rollout.tensor_model_parallel_size, longest)
-    if cfg.ref.path:
-        check_model(cfg.ref.path, len(tokenizer), 1, longest)
+    check_models(cfg, len(tokenizer))
     train_tasks, val_tasks = load_data(cfg, tokenizer)
     scorer = Scorer(cfg.reward, {task.data_source for task in train_tasks + val_tasks})
     stream = None if cfg.trainer.val_only else TaskStream(train_tasks, cfg.data, cfg.trainer.seed)
@@ -144,10 +141,19 @@ def start(cfg: Config, engine: Engine | None = None) -> Run:
     gc.freeze()  # what is there by now stays: collections need not look at it
     log.start_clock()
     probe = train_tasks or val_tasks
-    saved_step = state.step if checkpoint else None
+    saved_step = state.step if checkpoint and checkpoint.parent.parent == cfg.run_dir else None
     return Run(
         cfg, tokenizer, engine, actor, reference, scorer, stream, val_tasks, probe, log, state, total_steps, saved_step
     )
+
+
+def check_models(cfg: Config, num_tokens: int) -> None:
+    """ValueError for a policy or a reference that would be trained or scored wrong."""
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    check_model("actor.path", cfg.actor.path, num_tokens, longest)
+    check_heads(cfg.actor.path, cfg.rollout.tensor_model_parallel_size)
+    if cfg.needs_reference and cfg.ref.path:
+        check_model("ref.path", cfg.ref.path, num_tokens, longest)
 
 
 def go_on(state: RunState, cfg: Config, stream: TaskStream | None) -> None:
@@ -296,6 +302,8 @@ def finish(run: Run) -> None:
             export(cfg.run_dir / "hf", run.actor, run.tokenizer, engine.dtype)
     else:
         kept = "not saved: checkpoint.save_freq=0" if state.step else "there is nothing to save yet"
+        if engine.state == "awake":
+            engine.sleep()  # its memory may be what the optimizer's state needs
         if state.step and cfg.checkpoint.save_freq:
             if run.saved_step != state.step:
                 save_checkpoint(run)

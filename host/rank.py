@@ -156,11 +156,11 @@ def sibling_ended() -> bool:
         return False
     try:
         siblings = psutil.Process(os.getppid()).children()
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return False
     alive = 0
     for sibling in siblings:
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended since
+        with contextlib.suppress(psutil.Error):  # ended since
             alive += sibling.status() != psutil.STATUS_ZOMBIE
     return alive < ranks
 

@@ -199,7 +199,7 @@ def measure(name: str, vllm: bool, tiny: Path) -> dict:
         except (AttributeError, TypeError, ValueError) as error:
             return {"name": name, "unknown": f"{type(error).__name__}: {error}"}
         try:
-            check_model(str(folder), len(load_tokenizer(str(folder))), 1, 36)
+            check_model("actor.path", str(folder), len(load_tokenizer(str(folder))), 36)
         except ValueError as refusal:
             return {"name": name, "refused": str(refusal).replace(str(folder), "...")}
         row: dict = {"name": name}

@@ -1037,7 +1037,7 @@ BUGS = [
     ),
     Bug(
         "vLLM's marks stay on the actor's class",
-        "engine.py",
+        "model.py",
         "    cls.__bases__ = bases\n",
         "",
         "test_models.py::test_vllm_gets_a_class_of_its_own",
