@@ -59,7 +59,7 @@ class TrainerConfig:
     """Seed of everything: data order, sessions, initial states."""
     plain: bool = may_change(False)
     """Stock vLLM and plain torch: no file of fast/ or look/, no layer compiled. What to try first when a number is
-    wrong on a GPU: does it happen with --trainer.plain? It sets the knob of every speed-up, over all else that sets it."""
+    wrong on a GPU: does it happen with --trainer.plain? It sets the knob of every speed-up, over whatever sets it."""
     trace_groups: int = may_change(1)
     """Prompt groups that traces/STEP.jsonl keeps token by token, for `python -m look RUN --step STEP`; 0 for none."""
     trace_freq: int = may_change(10)
