@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Llama": ("LlamaConfig", {}),
     "Llama 3 (rope)": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     "Mistral, window": ("MistralConfig", WINDOW),
-    "Ministral, window": ("MinistralConfig", {**WINDOW, **TURNS}),
+    "Ministral, window": ("MinistralConfig", {"head_dim": 32, **WINDOW, **TURNS}),
     "Gemma": ("GemmaConfig", {"head_dim": 32}),
     "Gemma 2, window and caps": (
         "Gemma2Config",
