@@ -47,7 +47,8 @@ def write(tmp_path, monkeypatch):
 
     def write(step, keep=9, run_dir=tmp_path, **state):
         state = RunState(step, stream={"place": step}, **state)
-        return save(CheckpointConfig(max_ckpt_to_keep=keep), run_dir, SimpleNamespace(accelerator=fake), state, {})
+        actor = SimpleNamespace(accelerator=fake, moments=None)
+        return save(CheckpointConfig(max_ckpt_to_keep=keep), run_dir, actor, state, {})
 
     write.accelerator = fake
     return write
